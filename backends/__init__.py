@@ -1,0 +1,1 @@
+"""The real engine: models, paged KV cache, attention, sampling."""

@@ -1,0 +1,1 @@
+"""Paged attention kernels, registered with transformers by name."""

@@ -1,0 +1,116 @@
+"""What a stability certificate says, and the rule by which a loop accepts one.
+
+``proofs`` makes and checks certificates; this module only defines the record, reads and writes it, and decides
+whether a verdict covers a loop. So simulator and engine can refuse an uncertified gain without importing ``proofs``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from entropic_ctl.config import LawSpec, digest
+from entropic_ctl.errors import BadInputError, UncertifiedError
+
+__all__ = ["Verdict", "micro_digest", "require"]
+
+
+def micro_digest(temperature: LawSpec, observation_lag: int, vocab_size: int) -> str:
+    """Identify what a gain certificate is about: micro law, its parameters, lag and vocabulary, nothing else."""
+    subject = {
+        "law": temperature.name,
+        "parameters": dataclasses.asdict(temperature.config),
+        "observation_lag": observation_lag,
+        "vocab_size": vocab_size,
+    }
+    return digest(subject)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The outcome of checking one certificate.
+
+    Parameters
+    ----------
+    status : str
+        ``proved``, ``refuted`` or ``unknown``.
+    theorem : str
+        Name of the theorem in the proof book.
+    subject : str
+        :func:`micro_digest` of what was checked.
+    limit : float
+        Supremum of certified gains for this subject (nearest certified gain is just below it); NaN if none applies.
+    reason : str
+        One sentence for people.
+    """
+
+    status: str
+    theorem: str
+    subject: str
+    limit: float
+    reason: str
+
+
+def require(
+    temperature: LawSpec,
+    integral_action: bool,
+    observation_lag: int,
+    vocab_size: int,
+    verdict: Verdict | None,
+    *,
+    uncertified: bool,
+) -> None:
+    """Raise :class:`UncertifiedError` unless ``verdict`` proves this micro law, or the law needs no proof.
+
+    A law without integral action (``fixed``, ``solve``, ``damped``) acts on the current distribution only and cannot
+    oscillate across steps; it needs no gain certificate.
+    """
+    if not integral_action or uncertified:
+        return
+    hint = "run `entropic prove` and pass the certificate, or say uncertified=True (--uncertified) out loud"
+    if verdict is None:
+        raise UncertifiedError(f"temperature law {temperature.name!r} needs a gain certificate; {hint}")
+    if verdict.subject != micro_digest(temperature, observation_lag, vocab_size):
+        raise UncertifiedError(
+            f"the certificate ({verdict.theorem}) is about another law, gain, lag or vocabulary than this config "
+            f"(vocabulary {vocab_size}, lag {observation_lag}, law {temperature.name!r}); {hint}"
+        )
+    if verdict.status != "proved":
+        nearest = f"; certified gains are below {verdict.limit:.6g}" if math.isfinite(verdict.limit) else ""
+        raise UncertifiedError(f"theorem {verdict.theorem!r} is {verdict.status}: {verdict.reason}{nearest}; {hint}")
+
+
+def read_certificate(path: str | Path) -> Mapping[str, Any]:
+    """Read a certificate file as JSON; NaN, infinities, duplicate keys and non-objects are refused."""
+    where = str(path)
+
+    def no_constant(token: str) -> Any:
+        raise BadInputError("not a finite number", where=where, value=token, allowed="finite JSON numbers")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) != len(pairs):
+            raise BadInputError("duplicate key", where=where, value=[key for key, _ in pairs])
+        return out
+
+    try:
+        raw = Path(path).read_bytes().decode("utf-8")
+        values = json.loads(raw, parse_constant=no_constant, object_pairs_hook=unique)
+    except OSError as error:
+        raise BadInputError(f"cannot read certificate: {error.strerror}", where=where) from None
+    except UnicodeDecodeError:
+        raise BadInputError("not UTF-8", where=where, allowed="JSON") from None
+    except json.JSONDecodeError as error:
+        raise BadInputError(
+            f"not JSON: {error.msg}", where=where, line=error.lineno, remedy="make it anew with `entropic prove`"
+        ) from None
+    except RecursionError:
+        raise BadInputError("nested too deeply", where=where) from None
+    if not isinstance(values, dict):
+        raise BadInputError("not a JSON object", where=where, value=values)
+    return values

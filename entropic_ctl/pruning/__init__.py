@@ -1,0 +1,1 @@
+"""Entropic pruning of paged attention: the budget laws, page selection and the certificate of what was lost."""

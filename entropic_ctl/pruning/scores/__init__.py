@@ -1,0 +1,1 @@
+"""Page scores, one file each."""

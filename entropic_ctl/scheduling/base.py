@@ -1,0 +1,72 @@
+"""The macro law's interface: who runs next.
+
+A policy turns a columnar view of the live requests into a score, higher first. Ties break by arrival order. The hard
+waiting bound (overdue requests first, in arrival order, never preempted) is common to all policies and is applied by
+the batcher, not by the policy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from entropic_ctl import fields
+from entropic_ctl.signals import FloatArray, IntArray
+
+__all__ = ["ScheduleView", "SchedulingConfig", "SchedulingPolicy"]
+
+
+@dataclass(frozen=True)
+class SchedulingConfig:
+    """Parameters every macro policy has."""
+
+    wait_limit_steps: int = fields.integer(200, 1, 10**9, "W: unserved iterations that make a request overdue")
+    quantum_steps: int = fields.integer(8, 1, 10**6, "q: iterations a seat is held before the order is drawn up again")
+
+    def __post_init__(self) -> None:
+        fields.check(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleView:
+    """Columns over the live requests, one entry each, in arrival order.
+
+    Entropies are the model entropies known to the host (``observation_lag`` applied); ``seen`` counts them.
+    """
+
+    now_s: float
+    arrival_s: FloatArray
+    arrival_order: IntArray
+    prompt_tokens: IntArray
+    known_tokens: IntArray  # prompt + generated
+    cached_tokens: IntArray  # tokens whose K and V are in the pool
+    generated_tokens: IntArray
+    token_limit: IntArray  # effective max_new_tokens
+    pages: IntArray
+    waited_steps: IntArray
+    seated: npt.NDArray[np.bool_]  # ran in the last plan
+    entropy: FloatArray  # last model entropy, NaN while seen == 0
+    entropy_mean: FloatArray  # running mean, NaN while seen == 0
+    reduction_ewma: FloatArray  # EWMA of max(0, H_{t-1} - H_t), 0 while seen < 2
+    entropy_cov1: FloatArray  # running lag-1 autocovariance about the running mean
+    entropy_var: FloatArray  # running variance
+    seen: IntArray
+    pool_pages: int
+    token_budget: int  # tokens one step can run
+    step_s: float  # EWMA of the duration of a step, seconds (0 before the first)
+
+
+class SchedulingPolicy(Protocol):
+    """A macro policy."""
+
+    @property
+    def config(self) -> SchedulingConfig:
+        """The parameters."""
+        ...
+
+    def score(self, view: ScheduleView) -> FloatArray:
+        """Return one score per live request; higher runs first. NaN is an error of the policy."""
+        ...

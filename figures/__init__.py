@@ -1,0 +1,1 @@
+"""Drawing from result tables; nothing is computed here."""

@@ -1,0 +1,1 @@
+"""The paper's claims as runnable experiments, each with a verdict."""

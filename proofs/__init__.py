@@ -1,0 +1,1 @@
+"""Stability certificates: search proposes, check disposes."""

@@ -1,0 +1,28 @@
+"""Shared fixtures. Tests that need the model or the shared material skip with a reason when it is absent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("ci", deadline=None, derandomize=True, max_examples=60)
+settings.load_profile("ci")
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    if not SHARED.is_dir():
+        pytest.skip(f"no shared material at {SHARED}")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def azure_trace(shared: Path) -> Path:
+    path = shared / "traces" / "AzureLLMInferenceTrace_conv.csv"
+    if not path.is_file():
+        pytest.skip(f"no Azure trace at {path}")
+    return path
