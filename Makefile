@@ -1,0 +1,56 @@
+# Two commands set everything up: `make demo` and `make test`. Each creates .venv if it is missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint format bench fetch wheel-check clean
+.DEFAULT_GOAL := demo
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/entropic demo --out out/demo
+
+fetch: $(STAMP)
+	$(BIN)/entropic fetch
+
+test: $(STAMP) fetch
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) fetch
+	$(BIN)/entropic bench sim
+	$(BIN)/entropic bench engine
+	$(BIN)/entropic bench certificate
+
+# Build the wheel, install it (core only, then with every extra) in a second environment, import it from elsewhere.
+wheel-check: $(STAMP)
+	rm -rf build dist $(VENV)-wheel
+	$(BIN)/python -m build --wheel --outdir dist . >/dev/null
+	$(PYTHON) -m venv $(VENV)-wheel
+	$(VENV)-wheel/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)-wheel/bin/python -m pip install --quiet -c constraints.txt dist/*.whl
+	cd / && $(CURDIR)/$(VENV)-wheel/bin/python -c 'import entropic_ctl.loop, entropic_ctl.results; print("core imports with numpy and array-api-compat alone")'
+	$(VENV)-wheel/bin/python -m pip install --quiet -c constraints.txt "$$(echo dist/*.whl)[all]"
+	cd / && $(CURDIR)/$(VENV)-wheel/bin/python -I $(CURDIR)/tests/import_everything.py
+	cd / && $(CURDIR)/$(VENV)-wheel/bin/entropic --help >/dev/null
+	rm -rf $(VENV)-wheel
+
+clean:
+	rm -rf $(VENV) $(VENV)-wheel build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
