@@ -22,20 +22,48 @@ LineOf = Callable[[str], int | None]
 
 
 def number(default: float, lo: float, hi: float, doc: str, *, open_lo: bool = False) -> Any:
-    """A finite float in [lo, hi], or (lo, hi] with ``open_lo``; integers are accepted and converted."""
+    """A finite float in [lo, hi], or (lo, hi] with ``open_lo``; integers are accepted and converted.
+
+    Parameters
+    ----------
+    default : float
+    lo, hi : float
+        Allowed range; ``hi`` may be infinite.
+    doc : str
+        One line for people, with the unit.
+    open_lo : bool
+        Exclude ``lo`` itself.
+    """
     bound = f"{'(' if open_lo else '['}{lo:g}, {hi:g}{')' if math.isinf(hi) else ']'}"
     meta = {"kind": "number", "lo": lo, "hi": hi, "open_lo": open_lo, "allowed": bound, "doc": doc}
     return dataclasses.field(default=default, metadata=meta)
 
 
 def integer(default: int, lo: int, hi: int, doc: str) -> Any:
-    """An integer in [lo, hi]; booleans and floats are refused."""
+    """An integer in [lo, hi]; booleans and floats are refused.
+
+    Parameters
+    ----------
+    default, lo, hi : int
+        Default and allowed range, both ends included.
+    doc : str
+        One line for people, with the unit.
+    """
     meta = {"kind": "integer", "lo": lo, "hi": hi, "allowed": f"integers in [{lo}, {hi}]", "doc": doc}
     return dataclasses.field(default=default, metadata=meta)
 
 
 def choice(default: str, options: Sequence[str], doc: str) -> Any:
-    """One of a fixed set of strings."""
+    """One of a fixed set of strings.
+
+    Parameters
+    ----------
+    default : str
+        One of ``options``.
+    options : sequence of str
+    doc : str
+        One line for people.
+    """
     meta = {"kind": "choice", "options": tuple(options), "allowed": ", ".join(options), "doc": doc}
     return dataclasses.field(default=default, metadata=meta)
 
@@ -72,6 +100,15 @@ def _problem(meta: Mapping[str, Any], value: object) -> str | None:
 def check(config: Any, *, where: str | None = None, table: str = "", line_of: LineOf | None = None) -> None:
     """Enforce the declared ranges of a dataclass instance; numbers are normalised to float.
 
+    Parameters
+    ----------
+    config : dataclass instance
+        Checked field by field; fields without a declaration are left alone.
+    where, table : str
+        File and table that errors name.
+    line_of : callable, optional
+        Maps a field name to its line in ``where``.
+
     Raises
     ------
     BadInputError
@@ -96,7 +133,23 @@ def check(config: Any, *, where: str | None = None, table: str = "", line_of: Li
 
 
 def parse(cls: type[T], values: object, *, where: str, table: str, line_of: LineOf | None = None) -> T:
-    """Build dataclass ``cls`` from a mapping, refusing unknown keys (with the nearest known one) and bad values."""
+    """Build dataclass ``cls`` from a mapping, refusing unknown keys (with the nearest known one) and bad values.
+
+    Parameters
+    ----------
+    cls : dataclass type
+    values : mapping
+        Keys are field names; absent fields take their defaults.
+    where, table : str
+        File and table that errors name.
+    line_of : callable, optional
+        Maps a field name to its line in ``where``.
+
+    Raises
+    ------
+    BadInputError
+        If ``values`` is not a mapping, or holds an unknown key or a value outside its declared range.
+    """
     if not isinstance(values, Mapping):
         raise BadInputError("not a table", where=where, field=table, value=values, allowed="key = value pairs")
     known = {item.name: item for item in dataclasses.fields(cls)}  # type: ignore[arg-type]
