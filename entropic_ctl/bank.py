@@ -14,7 +14,6 @@ Written by ``entropic record`` (``backends.record``), read by ``sim.trajectories
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,7 +133,7 @@ def save(bank: Bank, path: str | Path) -> None:
     temporary = path.with_name(path.name + ".part")
     with temporary.open("wb") as handle:
         np.savez_compressed(handle, meta=np.frombuffer(json.dumps(bank.meta).encode(), np.uint8), **arrays)
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def load(path: str | Path) -> Bank:

@@ -49,12 +49,12 @@ def test_the_control_plane_needs_numpy_alone(tmp_path: Path) -> None:
 
 def test_importing_changes_nothing_outside(tmp_path: Path) -> None:
     code = (
-        "import importlib, os, random, sys, warnings\n"
+        "import importlib, os, random, sys\n"
         f"sys.path.insert(0, {str(ROOT)!r})\n"
         "import numpy as np\n"
-        "before = (np.random.get_state()[1].sum(), random.getstate(), dict(os.environ), np.geterr(), len(warnings.filters))\n"
+        "before = (np.random.get_state()[1].sum(), random.getstate(), dict(os.environ), np.geterr())\n"
         f"for name in {modules('entropic_ctl') + modules('sim') + modules('proofs')!r}: importlib.import_module(name)\n"
-        "after = (np.random.get_state()[1].sum(), random.getstate(), dict(os.environ), np.geterr(), before[-1])\n"
+        "after = (np.random.get_state()[1].sum(), random.getstate(), dict(os.environ), np.geterr())\n"
         "assert before == after\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
