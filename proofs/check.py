@@ -1,4 +1,4 @@
-r"""The trusted checker: does this certificate prove this config's temperature loop stable?
+r"""The trusted checker: it decides whether a certificate proves the temperature loop of a config stable.
 
 Nothing is believed. Every inequality is rebuilt from the *config* in exact rationals, with logarithms and exponentials
 enclosed by :mod:`proofs.enclosures`; the certificate contributes only hints (an interval for the maximiser, an interval
@@ -8,9 +8,10 @@ or ``proofs.vmax`` is imported.
 
 What is proved (theorems and proofs in ``proofs/README.md``; source: ours):
 
-- ``gain-lag-0``: 0 < k V_max(n) < 2: for *every* logit vector, the loop u+ = clip(u - sat(k phi(H(u) - H*))) never moves
-  two temperatures apart and always settles;
-- ``gain-lag-1``: 0 < k V_max(n) < 1, the same loop acting on the entropy one step older: it always settles;
+- ``gain-lag-0``: 0 < k V_max(n) < 2: for *every* logit vector, the loop u+ = clip(u - sat(k phi(H(u) - H*))) never
+  moves two temperatures apart and always settles;
+- ``gain-lag-1``: 0 < k V_max(n) < 1, the same loop acting on an entropy one step older (or on a mix of ages 0 and 1):
+  it always settles;
 - ``stateless``: the law feeds back no past error; ``pinned``: both clamps are equal, u never moves.
 """
 
@@ -125,7 +126,7 @@ def _float_below(bound: Fraction) -> float:
 
 
 def gain_ceiling(n: int, lag: int, log_odds: Interval) -> float:
-    """Return the largest float gain that is certified for every logit vector: just below 2/V_max (lag 0), 1/V_max (1)."""
+    """Return the largest float gain certified for every logit vector: just below 2/V_max (lag 0) or 1/V_max (lag 1)."""
     return _float_below(_LIMIT[lag] / v_max_bounds(n, log_odds).hi)
 
 
@@ -179,7 +180,10 @@ def decide(config: RunConfig, vocab_size: int, evidence: Evidence | None) -> Ver
             )
             return verdict("refuted", theorem, reason, ceiling)
     return verdict(
-        "unknown", theorem, f"{bound}: k V_max is not below {_LIMIT[lag]}, yet no counter-example at this target", ceiling
+        "unknown",
+        theorem,
+        f"{bound}: k V_max is not below {_LIMIT[lag]}, yet no counter-example at this target",
+        ceiling,
     )
 
 
@@ -197,7 +201,7 @@ def document(config: RunConfig, vocab_size: int, evidence: Evidence | None, verd
         }
         if verdict.status == "refuted" and evidence.tail_mass is not None:
             counterexample = {
-                "logits": "(L, 0, ..., 0), L = ln((1 - r)(n - 1) / r), T = 1",
+                "logits": "T (L, 0, ..., 0) with L = ln((1 - r)(n - 1) / r), for any T strictly inside the clamps",
                 "tail_mass": [str(end) for end in evidence.tail_mass],
             }
     return {
@@ -283,11 +287,17 @@ def check(certificate: Mapping[str, Any], config: RunConfig, vocab_size: int) ->
     for field, expected in (("kind", KIND), ("schema", SCHEMA)):
         if _differs(certificate.get(field), expected, field):
             raise BadInputError(
-                f"unknown {field}", where="certificate", field=field, value=certificate.get(field), allowed=repr(expected)
+                f"unknown {field}",
+                where="certificate",
+                field=field,
+                value=certificate.get(field),
+                allowed=repr(expected),
             )
     subject = micro_digest(config.loop.temperature, config.engine.observation_lag, _vocab(vocab_size))
     if certificate.get("subject") != subject:
-        raise _refuse("subject", "about another law, gain, lag or vocabulary than this config", certificate.get("subject"))
+        raise _refuse(
+            "subject", "about another law, gain, lag or vocabulary than this config", certificate.get("subject")
+        )
     _check_provenance(certificate.get("provenance"))
     if missing := {"v_max", "counterexample", "claim"} - certificate.keys():
         raise _refuse(", ".join(sorted(missing)), "missing")

@@ -73,7 +73,7 @@ def _ball_log(x: Fraction, bits: int) -> Interval:
 
 
 def _series_exp(x: Fraction, bits: int) -> Interval:
-    """exp(|x|) = exp(y)^(2^m), 0 <= y <= 2^-8, Taylor with remainder at most twice the next term; exp(-x) = 1/exp(x)."""
+    """Enclose e^x = (e^y)^(2^m), 0 <= y <= 2^-8, by Taylor's series; for x < 0 by 1 / e^-x."""
     if x < 0:
         low, high = _series_exp(-x, bits)
         return Interval(_round(1 / high, bits, up=False), _round(1 / low, bits, up=True))

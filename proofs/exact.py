@@ -1,7 +1,7 @@
 """Exact decisions for small linear systems: no solver status, no tolerance, every number taken as the rational it is.
 
-Floats are binary rationals and enter as such; NaN and infinities are refused. Source: textbook criteria (Schur, Lyapunov,
-Sylvester), decided in ``fractions.Fraction``.
+Floats are binary rationals and enter as such; NaN and infinities are refused. Source: textbook criteria (Schur,
+Lyapunov, Sylvester), decided in ``fractions.Fraction``.
 """
 
 from __future__ import annotations

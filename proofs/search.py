@@ -20,8 +20,6 @@ from proofs.vmax import maximum, two_level
 
 __all__ = ["equilibrium_tail_mass", "prove", "tools"]
 
-_WIDEN = Fraction(1, 2**56)
-
 
 def equilibrium_tail_mass(n: int, target_nats: float) -> float | None:
     """Return r with two-level entropy ``target_nats`` by bisection (entropy increases in r), None if there is none."""
@@ -43,7 +41,7 @@ def _tail_interval(n: int, target_nats: float) -> Interval | None:
         return None
     slack = max(Fraction(r) / 2**36, Fraction(1, 2**80))
     low, high = (Fraction(math.floor((Fraction(r) + d) * 2**96), 2**96) for d in (-slack, slack))
-    return Interval(low, high) if 0 < low and high < Fraction(n - 1, n) else None
+    return Interval(low, high) if low > 0 and high < Fraction(n - 1, n) else None
 
 
 def tools() -> dict[str, str]:
@@ -59,8 +57,7 @@ def _decide(config: RunConfig, vocab_size: int) -> tuple[Evidence | None, Verdic
     """Find evidence and let the checker's rule decide; a counter-example that does not verify is dropped."""
     if config.loop.temperature.name != "feedback":
         return None, decide(config, vocab_size, None)
-    low, high = maximum(vocab_size).log_odds
-    plain = Evidence(Interval(low - _WIDEN, high + _WIDEN))
+    plain = Evidence(maximum(vocab_size).bracket())
     verdict = decide(config, vocab_size, plain)
     if verdict.status != "unknown":
         return plain, verdict

@@ -18,12 +18,12 @@ from fractions import Fraction
 from flint import arb, ctx
 
 from entropic_ctl.errors import BadInputError
-from proofs.enclosures import from_arb, to_arb
+from proofs.enclosures import Interval, from_arb, to_arb
 
-__all__ = ["MAX_VOCAB", "VMax", "decimal_outward", "maximum", "two_level", "two_level_logit"]
+__all__ = ["MAX_VOCAB", "VMax", "maximum", "two_level", "two_level_logit"]
 
 MAX_VOCAB = 2**31 - 1
-_BITS, _DEPTH, _REACH = 160, 64, 32
+_BITS, _DEPTH, _REACH, _OPEN = 160, 64, 32, Fraction(1, 2**56)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,10 @@ class VMax:
     logit: float
     entropy_nats: float
 
+    def bracket(self) -> Interval:
+        """Return ``log_odds`` opened a little, so that the maximiser lies strictly inside."""
+        return Interval(self.log_odds[0] - _OPEN, self.log_odds[1] + _OPEN)
+
 
 def two_level(n: int, tail_mass: float) -> tuple[float, float]:
     """Return (entropy, varentropy) in nats of mass 1-r on one token and r spread over n - 1 (ordinary floats)."""
@@ -71,7 +75,7 @@ def two_level_logit(n: int, tail_mass: float) -> float:
 
 
 def _value(x: arb, c: arb) -> arb:
-    """f on a ball."""
+    """Evaluate f on a ball."""
     return ((x + c) / (2 * (x / 2).cosh())) ** 2
 
 
@@ -106,7 +110,7 @@ def maximum(n: int) -> VMax:
                     if _slope_sign(to_arb(a).union(to_arb(b)), c).contains(0):
                         halves.append((a, b))
             boxes = halves
-        # f has its maximum over [0, 32] where f' vanishes: f'(0) > 0 (or f' = 0 at 0 only if f = 0), f'(32) < 0.
+        # (x+c) tanh(x/2) increases, so f' < 0 at 32 means f' < 0 beyond; at 0 the sign term is 2: f rises from there.
         ends_ok = bool(_slope_sign(arb(0), c) > 0) and bool(_slope_sign(arb(_REACH), c) < 0)
         if not boxes or not ends_ok:
             raise ArithmeticError(f"branch and bound lost the maximum of f for n = {n}")
@@ -116,11 +120,3 @@ def maximum(n: int) -> VMax:
     x = float((low + high) / 2)
     r = 1 / (1 + math.exp(x))
     return VMax(n, lower, upper, (low, high), r, x + math.log(n - 1), two_level(n, r)[0])
-
-
-def decimal_outward(value: Fraction, digits: int, *, up: bool) -> str:
-    """Return ``value`` as a decimal string with ``digits`` places, rounded up or down, never to nearest."""
-    scaled = value * 10**digits
-    whole = -((-scaled.numerator) // scaled.denominator) if up else scaled.numerator // scaled.denominator
-    sign, whole = ("-" if whole < 0 else ""), abs(whole)
-    return f"{sign}{whole // 10**digits}.{whole % 10**digits:0{digits}d}"
