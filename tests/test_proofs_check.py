@@ -194,7 +194,7 @@ def same(a: Any, b: Any) -> bool:
     return repr(a) == repr(b)
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(st.data())
 def test_no_edit_that_changes_the_meaning_is_accepted(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(BASES)))
