@@ -85,8 +85,8 @@ class SimulationResult:
     """Tables (columns by name) and summary of one run; see :mod:`entropic_ctl.metrics` for the columns and units.
 
     ``summary`` also has ``kl_nats_mean`` (recorded KL to dense attention, mean over decode tokens), ``iterations``,
-    ``requests_in`` (submitted), ``requests_out`` (left, refused ones included), ``trace_rows_skipped``, and two counts of
-    tokens for which the bank was read at its edge: ``bank_context_beyond`` and ``bank_temperature_beyond``.
+    ``requests_in`` (submitted), ``requests_out`` (left, refused ones included), ``trace_rows_skipped``, and two counts
+    of tokens for which the bank was read at its edge: ``bank_context_beyond`` and ``bank_temperature_beyond``.
     """
 
     requests: dict[str, np.ndarray]
@@ -117,11 +117,11 @@ class Replica:
         self,
         env: simpy.Environment,
         loop: Loop,
+        *,
         cost: costs.CostModel,
         trajectories: Trajectories,
         workload: Workload,
         metrics: Metrics,
-        *,
         pool_tokens: int,
         progress: Progress | None = None,
     ) -> None:
@@ -198,7 +198,7 @@ class Replica:
 
     def _execute(self, plan: StepPlan) -> StepResult:
         """Cost and outcome of one plan; moves the clock to the end of the step."""
-        rows, samples = plan.n_rows, plan.samples
+        samples = plan.samples
         ids = plan.ids[samples]
         kept, mean, worst, nats, theta, shift = self._prune(plan)
         charge = self.cost.step(plan.context, plan.n_tokens, samples, theta, kept)
@@ -325,10 +325,10 @@ def simulate(
     replica = Replica(
         env,
         loop,
-        cost,
-        trajectories,
-        workload,
-        metrics,
+        cost=cost,
+        trajectories=trajectories,
+        workload=workload,
+        metrics=metrics,
         pool_tokens=config.engine.pages * page,
         progress=progress,
     )

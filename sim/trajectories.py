@@ -1,27 +1,32 @@
 r"""Entropy trajectories: what the simulated model would have shown the controllers, read from a recorded bank.
 
 **Which recording.** A request has a prompt and a uniform number xi. The bank holds each prompt sampled at several
-temperatures T_1 < T_2 < ... . At a step whose last temperature was T, with T_j <= T <= T_{j+1}, it reads the recording at
-T_{j+1} if xi < w and the one at T_j otherwise, w = ln(T / T_j) / ln(T_{j+1} / T_j). Choosing instead of averaging keeps the
-variance of the recorded entropies. The temperature of the step *before* selects (the base temperature at first), because
-this step's temperature is decided from what the step shows. Below T_1 and above the last recording the nearest one is
-read, and the tokens concerned are counted. Greedy requests read the lowest recorded temperature.
+temperatures T_1 < T_2 < ... . At a step whose last temperature was T, with T_j <= T <= T_{j+1}, it reads the
+recording at T_{j+1} if xi < w and the one at T_j otherwise, w = ln(T / T_j) / ln(T_{j+1} / T_j). Choosing instead
+of averaging keeps the variance of the recorded entropies. The temperature of the step *before* selects (the base
+temperature at first), because this step's temperature is decided from what the step shows. Below T_1 and above the
+last recording the nearest one is read, and the tokens concerned are counted. Greedy requests read the lowest
+recorded temperature.
 
-**Which token, and the end of text.** Token i of a request is token i of the recording. In mode ``bank`` a request ends
-(EOS) once i reaches the end of a recording that ended by itself. A recording cut off by the recording limit says nothing
-about the end of the text: it is read again from its start (modulo). In mode ``limit`` every recording is.
+**Which token, and the end of text.** Token i of a request is token i of the recording. In mode ``bank`` a request
+ends (EOS) once i reaches the end of a recording that ended by itself. A recording cut off by the recording limit
+says nothing about the end of the text: it is read again from its start (modulo). In mode ``limit`` every recording
+is.
 
-**Entropy at any temperature.** On the grid of u = ln T the bank has H and V = dH/du. Between two grid points H is the cubic
-Hermite interpolant with V as slopes, limited to three times the secant so that H is monotone in T (Fritsch and Carlson,
-1980; the bank stores half-precision numbers); the varentropy reported is the derivative of that interpolant, so H and V
-stay consistent for a law that takes Newton steps. Temperatures outside the grid are an error.
+**Entropy at any temperature.** On the grid of u = ln T the bank has H and V = dH/du. Between two grid points H is
+the cubic Hermite interpolant with V as slopes, limited to three times the secant so that H is monotone in T
+(Fritsch and Carlson, 1980; the bank stores half-precision numbers); the varentropy reported is the derivative of
+that interpolant, so H and V stay consistent for a law that takes Newton steps. Temperatures outside the grid are an
+error.
 
-**Response to pruning.** Kept share, certificates, KL and the shift of the entropy are bilinear in (context, theta). Below the
-first recorded context they go to those of dense attention at context 0; above the last they keep its value, which
-overstates what is read (the kept share falls with context), and the tokens concerned are counted. The entropy shift is
-added to the model entropy and to the tempered one, floored at 0. A theta beyond the recorded ones is an error.
+**Response to pruning.** Kept share, certificates, KL and the shift of the entropy are bilinear in (context, theta).
+Below the first recorded context they go to those of dense attention at context 0; above the last they keep its
+value, which overstates what is read (the kept share falls with context), and the tokens concerned are counted. The
+entropy shift is added to the model entropy and to the tempered one, floored at 0. A theta beyond the recorded ones
+is an error.
 
-The selection rule, the interpolations and the end-of-text rule are ours. All of it works on columns, one entry per row.
+The selection rule, the interpolations and the end-of-text rule are ours. All of it works on columns, one entry per
+row.
 """
 
 from __future__ import annotations
@@ -293,7 +298,7 @@ class Trajectories:
 
 
 def _index(bank: Bank) -> tuple[IntArray, FloatArray]:
-    """Return (trajectory by (prompt, temperature), recorded temperatures); repeats of a prompt are prompts of their own."""
+    """Return (trajectory by prompt and temperature, recorded temperatures); a repeat is a prompt of its own."""
     temperatures, column = np.unique(bank.temperature, return_inverse=True)
     prompts, row = np.unique(bank.prompt, return_inverse=True)
     counts = np.zeros((prompts.shape[0], temperatures.shape[0]), np.int64)
