@@ -98,7 +98,8 @@ def test_closed_loop_without_thinking_starts_at_once() -> None:
 def test_azure_rate_scale(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00,3,4\n2023-11-16 18:00:10,5,6\n2023-11-16 18:00:20,5,0\n"
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:00:00,3,4\n2023-11-16 18:00:10,5,6\n2023-11-16 18:00:20,5,0\n"
     )
     work = make_workload(
         WorkloadConfig(kind="azure", trace=str(path), rate_scale=4.0, n_requests=10, output_length="limit"), 0, 1
