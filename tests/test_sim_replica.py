@@ -222,7 +222,9 @@ def test_conservation_on_random_workloads(seed: int, kind: str, length: str, pag
                 "kind": kind, "n_requests": 12, "rate_per_s": 20.0, "users": 4, "think_s": 0.05, "prompt_tokens": 40.0,
                 "output_tokens": 20.0, "output_cv": 0.5, "output_length": length,
             },
-            "engine": {"pages": pages, "max_batch": batch, "max_batch_tokens": 64, "prefill_chunk": 32, "page_tokens": 4}
+            "engine": {
+                "pages": pages, "max_batch": batch, "max_batch_tokens": 64, "prefill_chunk": 32, "page_tokens": 4
+            },
         }
     )  # fmt: skip
     result = simulate(config, bank=BANK)
@@ -252,11 +254,13 @@ def test_a_closed_loop_user_waits_for_its_answer_even_if_it_is_a_refusal() -> No
 
 
 def test_recorded_ends_of_text_finish_requests() -> None:
-    result = run(setup(), jobs([8, 8], [500, 500], length="bank"))
-    for row in range(2):
-        assert result.requests["status"][row] == "eos"
-        ends = np.diff(BANK.offset)[(BANK.prompt == row) & (BANK.temperature == 0.8)]
-        assert result.requests["output_tokens"][row] == ends[0]
+    result = run(setup(), jobs([8] * 4, [500] * 4, length="bank"))
+    for prompt in range(4):
+        k = int(np.flatnonzero((BANK.prompt == prompt) & (BANK.temperature == 0.8))[0])
+        expected = np.diff(BANK.offset)[k] if BANK.ended[k] else 500
+        assert result.requests["output_tokens"][prompt] == expected
+        assert result.requests["status"][prompt] == ("eos" if BANK.ended[k] else "length")
+    assert {"eos", "length"} == set(result.requests["status"])
 
 
 def test_greedy_requests_read_the_lowest_recorded_temperature() -> None:
