@@ -16,7 +16,10 @@ from synthetic_bank import make_bank
 from entropic_ctl import config as configs
 from entropic_ctl.config import RunConfig, WorkloadConfig
 from entropic_ctl.errors import BadInputError, NoProgressError, UncertifiedError
+from entropic_ctl.loop import Loop
 from entropic_ctl.metrics import Metrics
+from entropic_ctl.ordering import wait_bound
+from entropic_ctl.scheduling.base import ScheduleView, SchedulingConfig
 from entropic_ctl.signals import Finish, FinishReason, Request, StepPlan, StepResult
 from sim.arrivals import Workload
 from sim.cost import LinearCost
@@ -34,6 +37,7 @@ def jobs(
     *,
     length: str = "limit",
     greedy: bool = False,
+    prefix_hashes: Any = None,
 ) -> Workload:
     n = len(prompts)
     return Workload(
@@ -44,6 +48,7 @@ def jobs(
         prompt=np.arange(n) % 4,
         xi=np.linspace(0, 0.9, n),
         greedy=greedy,
+        prefix_hashes=prefix_hashes,
     )
 
 
@@ -148,6 +153,60 @@ class StuckLoop:
 
     def observe(self, result: StepResult) -> tuple[Finish, ...]:
         return ()
+
+
+class ById:
+    """The request with the lowest id has the worst priority, for ever."""
+
+    def __init__(self, config: SchedulingConfig) -> None:
+        self.config = config
+
+    def score(self, view: ScheduleView) -> np.ndarray:
+        return view.arrival_order.astype(float)
+
+
+def test_s13_the_worst_priority_starts_within_the_waiting_bound() -> None:
+    """S13: one seat, a one-second job of better priority every second; both sides of the bound."""
+    waits = {}
+    for limit in (7, 10**6):
+        scheduling = SchedulingConfig(wait_limit_steps=limit, quantum_steps=1)
+        config = setup(max_batch=1, max_live=4)
+        temperature, pruning, _ = config.loop.build()
+        loop = Loop(config.loop, config.engine, 64, laws=(temperature, pruning, ById(scheduling)))
+        work = jobs([1] * 80, [1] * 80, [0.0, *np.arange(79.0)])
+        trajectories = Trajectories(BANK, work.prompt, work.xi, base_temperature=0.8, ends=False)
+        env, metrics = simpy.Environment(), Metrics(16)
+        replica = Replica(
+            env,
+            loop,
+            cost=LinearCost(1.0, 0.0),
+            trajectories=trajectories,
+            workload=work,
+            metrics=metrics,
+            pool_tokens=10**6,
+        )
+        env.process(replica.run())
+        env.run()
+        waits[limit] = int(metrics.requests_table()["longest_wait_steps"][0])
+    assert 7 <= waits[7] <= wait_bound(4, 1, 7, 1)
+    assert waits[10**6] > 70  # without the bound it starves until the others stop coming
+
+
+def test_s14_a_third_request_does_not_thrash() -> None:
+    """S14: S1 and a third request of equal priority."""
+    for batch in (1, 2, 3):
+        result = run(setup(page_tokens=4, pages=4, max_batch=batch), jobs([4] * 3, [8] * 3))
+        check_conservation(result, 4)
+        assert result.requests["output_tokens"].tolist() == [8, 8, 8]
+        assert result.requests["preemptions"].max() <= 2
+
+
+def test_s15_a_cached_prefix_leaves_one_chunk_of_eight() -> None:
+    """S15: chunk 512, prompt 600 of which 37 pages of 16 are cached."""
+    work = jobs([600, 600], [1, 1], [0.0, 1e4], prefix_hashes=[tuple(range(37))] * 2)
+    result = run(configs.from_mapping({"engine": {"prefill_chunk": 512, "prefix_caching": True}}), work)
+    assert result.steps["scheduled_tokens"].tolist() == [512, 88, 8]
+    assert result.requests["ttft_s"].tolist() == [600.0, 8.0]
 
 
 @pytest.mark.parametrize(("tokens", "most"), [(0, MAX_IDLE_PLANS), (4, 10 * 64 // 4 + 1)])
