@@ -177,7 +177,7 @@ def pruned_decode(
     if paged.audit:
         true = true_page_mass(cache, layer, row, query, scoring)
         lost = np.where(np.repeat(~kept, n_heads // heads, axis=0), true, 0.0).sum(axis=1)
-        paged.audits.append(LayerAudit(layer, index, lost, mass, float(kept.mean())))
+        paged.audits.append(LayerAudit(layer, index, lost, mass, kept))
     return state.out.reshape(n_heads, dim).to(query.dtype)
 
 
