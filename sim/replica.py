@@ -130,6 +130,9 @@ class Replica:
         self.clock = Clock(float(env.now))
         self.iterations = self.submitted = self.left = 0
         self.kl_sum, self.decode_tokens = 0.0, 0
+        self._last: StepPlan | None = None
+        self._ids, self._decoding = np.empty(0, np.int64), 0
+        self._decode, self._dense = np.empty(0, np.bool_), (np.empty(0), np.empty(0))
         self._idle, self._redone, self._redone_limit = 0, 0, MAX_REDONE_POOLS * pool_tokens
 
     def run(self) -> Iterator[simpy.Event]:
@@ -198,8 +201,14 @@ class Replica:
 
     def _execute(self, plan: StepPlan) -> StepResult:
         """Cost and outcome of one plan; moves the clock to the end of the step."""
-        samples = plan.samples
-        ids = plan.ids[samples]
+        last = self._last
+        if not (last and plan.ids is last.ids and plan.samples is last.samples and plan.n_tokens is last.n_tokens):
+            self._ids = plan.ids[plan.samples]  # a repeated plan shares its row columns
+            self._decode = plan.samples & (plan.n_tokens == 1)
+            self._decoding = int(np.count_nonzero(self._decode))
+            self._dense = np.ones(plan.n_rows), np.zeros(plan.n_rows)
+        self._last = plan
+        samples, ids = plan.samples, self._ids
         kept, mean, worst, nats, theta, shift = self._prune(plan)
         charge = self.cost.step(plan.context, plan.n_tokens, samples, theta, kept)
         start_s = self.clock.now_s
@@ -217,7 +226,9 @@ class Replica:
                 flops=charge.flops,
             )
         at, last = self.trajectories.select(ids)
-        view = self.trajectories.view(at, None if shift is None else shift[samples])
+        if shift is not None and ids.shape[0] < shift.shape[0]:
+            shift = shift[samples]
+        view = self.trajectories.view(at, shift)
         tempered = self.loop.temper(view)
         self.trajectories.advance(ids, tempered.temperature)
         finished = tuple(Finish(int(i), FinishReason.EOS) for i in ids[last]) if last.any() else ()
@@ -244,23 +255,27 @@ class Replica:
         self, plan: StepPlan
     ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray, FloatArray | None]:
         """Return per row: kept share, mass bounds (mean, max), certificate in nats, effective theta, entropy shift."""
-        rows, theta = plan.n_rows, plan.theta_nats
-        kept, mean, worst, nats = np.ones(rows), np.zeros(rows), np.zeros(rows), np.zeros(rows)
-        decode = plan.samples & (plan.n_tokens == 1)
-        self.decode_tokens += int(np.count_nonzero(decode))
+        theta, (ones, zeros) = plan.theta_nats, self._dense
+        self.decode_tokens += self._decoding
         if not theta.any():
-            return kept, mean, worst, nats, theta, None
-        theta = np.where(decode, theta, 0.0)
-        pruned: IntArray = np.flatnonzero(theta)
-        if not pruned.shape[0]:
-            return kept, mean, worst, nats, theta, None
-        response = self.trajectories.response(plan.context[pruned], theta[pruned])
-        shift = np.zeros(rows)
-        kept[pruned], mean[pruned], worst[pruned] = response.kept, response.certificate_mean, response.certificate_max
-        nats[pruned] = -np.log1p(-np.minimum(response.certificate_max, 1.0 - 1e-12))
-        shift[pruned] = response.entropy_shift
+            return ones, zeros, zeros, zeros, theta, None
+        if self._decoding == theta.shape[0] and theta.all():  # the steady state: every row is pruned
+            response = self.trajectories.response(plan.context, theta)
+            kept, mean, worst, shift = (
+                response.kept,
+                response.certificate_mean,
+                response.certificate_max,
+                response.entropy_shift,
+            )
+        else:
+            theta = np.where(self._decode, theta, 0.0)
+            pruned: IntArray = np.flatnonzero(theta)
+            response = self.trajectories.response(plan.context[pruned], theta[pruned])
+            kept, mean, worst, shift = ones.copy(), zeros.copy(), zeros.copy(), zeros.copy()
+            kept[pruned], mean[pruned] = response.kept, response.certificate_mean
+            worst[pruned], shift[pruned] = response.certificate_max, response.entropy_shift
         self.kl_sum += float(response.kl.sum())
-        return kept, mean, worst, nats, theta, shift
+        return kept, mean, worst, -np.log1p(-np.minimum(worst, 1.0 - 1e-12)), theta, shift
 
 
 def simulate(

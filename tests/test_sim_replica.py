@@ -312,6 +312,21 @@ def test_a_closed_loop_user_waits_for_its_answer_even_if_it_is_a_refusal() -> No
     assert result.requests["arrival_s"].tolist() == [0, 2, 4, 6, 8, 10]
 
 
+def test_mean_time_in_the_system_is_that_of_an_m_d_1_queue() -> None:
+    """Poisson arrivals at load r, one seat, one second each: the mean time in the system is 1 + r / (2 (1 - r))."""
+    load = 0.5
+    config = configs.from_mapping(
+        {
+            "workload": {
+                "kind": "poisson", "rate_per_s": load, "n_requests": 5000, "prompt_tokens": 1.0, "output_tokens": 1.0
+            },
+            "engine": {"max_batch": 1},
+        }
+    )  # fmt: skip
+    result = simulate(config, bank=BANK, cost=LinearCost(1.0, 0.0))
+    assert result.summary["e2e_mean_s"] == pytest.approx(1 + load / (2 * (1 - load)), rel=0.05)
+
+
 def test_recorded_ends_of_text_finish_requests() -> None:
     result = run(setup(), jobs([8] * 4, [500] * 4, length="bank"))
     for prompt in range(4):
@@ -358,6 +373,25 @@ def test_feedback_holds_the_target_better_than_a_fixed_temperature_and_changes_l
     assert error_b < 0.5 * error_a
     assert a.requests["prompt_tokens"].tolist() == b.requests["prompt_tokens"].tolist()
     assert a.requests["output_tokens"].tolist() != b.requests["output_tokens"].tolist()
+
+
+def test_pruned_steps_carry_the_recorded_response() -> None:
+    """One request of a known context under a constant theta: kept share, certificate, KL and bytes by hand."""
+    loop = {"pruning": {"law": "budget", "theta_nats": 0.1, "theta_wide_nats": 0.1}}
+    from sim.cost import preset
+
+    config = setup(loop, pages=1000, max_batch_tokens=4096, prefill_chunk=4096)
+    result = run(config, jobs([1024], [2]), preset("cpu2-smollm2-135m"), keep_tokens=True)
+    assert result.steps["kept_fraction"].tolist()[1:] == [pytest.approx(0.4)]
+    assert result.steps["certificate_max"].tolist() == [0.0, pytest.approx(0.1)]
+    assert result.steps["pruned_mass_mean"][1] == pytest.approx(0.6 * (1 - np.exp(-0.1)))
+    dense = 1024 * 23_040
+    assert result.steps["kv_bytes"].tolist() == [0.0, pytest.approx(dense * (2 + 28 * (0.3125 + 0.4)) / 30)]
+    assert result.summary["kl_nats_mean"] == pytest.approx(0.37 * 0.01)
+    assert result.tokens is not None
+    start = BANK.offset[1]  # prompt 0 at T = 0.8; the entropy of the pruned token is shifted by 0.1 theta
+    expected = BANK.model_entropy[start : start + 2] + np.array([0.0, 0.01])
+    np.testing.assert_allclose(result.tokens["model_entropy"], expected, rtol=1e-6)
 
 
 def test_progress_is_reported_and_ends_at_the_total() -> None:
