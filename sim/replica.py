@@ -15,7 +15,6 @@ A replica that makes no progress raises :class:`~entropic_ctl.errors.NoProgressE
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,12 +28,14 @@ from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import NoProgressError
 from entropic_ctl.loop import Loop
 from entropic_ctl.metrics import Metrics
-from entropic_ctl.signals import Finish, FinishReason, FloatArray, IntArray, StepPlan, StepResult
+from entropic_ctl.signals import Finish, StepPlan, StepResult
 from sim import cost as costs
 from sim.arrivals import Workload, make_workload
+from sim.clock import Clock
+from sim.step import StepModel
 from sim.trajectories import Trajectories, load_bank
 
-__all__ = ["MAX_IDLE_PLANS", "MAX_REDONE_POOLS", "Clock", "Replica", "SimulationResult", "simulate"]
+__all__ = ["MAX_IDLE_PLANS", "MAX_REDONE_POOLS", "Replica", "SimulationResult", "simulate"]
 
 MAX_IDLE_PLANS = 1000
 MAX_REDONE_POOLS = 10
@@ -42,42 +43,6 @@ _PROGRESS_EVERY = 256
 
 Progress = Callable[[int, int, float], None]
 """Called as ``progress(requests that left, requests in all, simulated seconds)``."""
-
-
-class Clock:
-    """Simulated seconds, summed without drift; never runs backwards."""
-
-    __slots__ = ("_low", "_sum", "now_s")
-
-    def __init__(self, start_s: float = 0.0) -> None:
-        self.now_s = self._sum = start_s
-        self._low = 0.0
-
-    def advance(self, seconds: float) -> float:
-        """Add a duration and return the new time.
-
-        Raises
-        ------
-        NoProgressError
-            If the duration is negative or not finite.
-        """
-        if not (seconds >= 0.0 and math.isfinite(seconds)):
-            raise NoProgressError(
-                f"a step of {seconds!r} s at t = {self.now_s:.6f} s: durations must be >= 0 and finite"
-            )
-        total = self._sum + seconds
-        big, small = (self._sum, seconds) if self._sum >= seconds else (seconds, self._sum)
-        self._low += (big - total) + small
-        self._sum = total
-        self.now_s = max(self.now_s, total + self._low)
-        return self.now_s
-
-    def jump(self, at_s: float) -> float:
-        """Move to an absolute time (ignored if it lies in the past) and return the time."""
-        if at_s > self.now_s:
-            self.now_s = self._sum = at_s
-            self._low = 0.0
-        return self.now_s
 
 
 @dataclass(frozen=True)
@@ -125,14 +90,10 @@ class Replica:
         pool_tokens: int,
         progress: Progress | None = None,
     ) -> None:
-        self.env, self.loop, self.cost, self.trajectories = env, loop, cost, trajectories
+        self.env, self.loop, self.model = env, loop, StepModel(cost, trajectories)
         self.workload, self.metrics, self.progress = workload, metrics, progress
         self.clock = Clock(float(env.now))
         self.iterations = self.submitted = self.left = 0
-        self.kl_sum, self.decode_tokens = 0.0, 0
-        self._last: StepPlan | None = None
-        self._ids, self._decoding = np.empty(0, np.int64), 0
-        self._decode, self._dense = np.empty(0, np.bool_), (np.empty(0), np.empty(0))
         self._idle, self._redone, self._redone_limit = 0, 0, MAX_REDONE_POOLS * pool_tokens
 
     def run(self) -> Iterator[simpy.Event]:
@@ -150,7 +111,7 @@ class Replica:
             plan = loop.plan(start_s)
             for finish in plan.rejected:
                 self._leave(finish)
-            result = self._execute(plan)
+            result = self.model.run(plan, loop.temper, clock)
             yield self._until(result.end_s)
             finished = loop.observe(result)
             self.metrics.step(plan, result, finished)
@@ -198,84 +159,6 @@ class Replica:
             f"no progress at step {plan.step}, t = {self.clock.now_s:.6f} s: {what} with {self.loop.live} live and "
             f"{self.loop.backlog} waiting requests; enlarge engine.pages or check the scheduling policy"
         )
-
-    def _execute(self, plan: StepPlan) -> StepResult:
-        """Cost and outcome of one plan; moves the clock to the end of the step."""
-        last = self._last
-        if not (last and plan.ids is last.ids and plan.samples is last.samples and plan.n_tokens is last.n_tokens):
-            self._ids = plan.ids[plan.samples]  # a repeated plan shares its row columns
-            self._decode = plan.samples & (plan.n_tokens == 1)
-            self._decoding = int(np.count_nonzero(self._decode))
-            self._dense = np.ones(plan.n_rows), np.zeros(plan.n_rows)
-        self._last = plan
-        samples, ids = plan.samples, self._ids
-        kept, mean, worst, nats, theta, shift = self._prune(plan)
-        charge = self.cost.step(plan.context, plan.n_tokens, samples, theta, kept)
-        start_s = self.clock.now_s
-        end_s = self.clock.advance(charge.seconds)
-        if not ids.shape[0]:
-            return StepResult(
-                plan.step,
-                start_s,
-                end_s,
-                kept_fraction=kept,
-                pruned_mass_mean=mean,
-                pruned_mass_max=worst,
-                certificate_max=nats,
-                kv_bytes=charge.kv_bytes,
-                flops=charge.flops,
-            )
-        at, last = self.trajectories.select(ids)
-        if shift is not None and ids.shape[0] < shift.shape[0]:
-            shift = shift[samples]
-        view = self.trajectories.view(at, shift)
-        tempered = self.loop.temper(view)
-        self.trajectories.advance(ids, tempered.temperature)
-        finished = tuple(Finish(int(i), FinishReason.EOS) for i in ids[last]) if last.any() else ()
-        return StepResult(
-            plan.step,
-            start_s,
-            end_s,
-            ids,
-            np.full(ids.shape[0], -1, np.int64),
-            tempered.temperature,
-            tempered.model_entropy,
-            tempered.tempered_entropy,
-            tempered.varentropy,
-            kept,
-            mean,
-            worst,
-            nats,
-            charge.kv_bytes,
-            charge.flops,
-            finished,
-        )
-
-    def _prune(
-        self, plan: StepPlan
-    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray, FloatArray | None]:
-        """Return per row: kept share, mass bounds (mean, max), certificate in nats, effective theta, entropy shift."""
-        theta, (ones, zeros) = plan.theta_nats, self._dense
-        self.decode_tokens += self._decoding
-        if not theta.any():
-            return ones, zeros, zeros, zeros, theta, None
-        if self._decoding == theta.shape[0] and theta.all():  # the steady state: every row is pruned
-            response = self.trajectories.response(plan.context, theta)
-            kept, mean, worst, shift = (
-                response.kept,
-                response.certificate_mean,
-                response.certificate_max,
-                response.entropy_shift,
-            )
-        else:
-            theta = np.where(self._decode, theta, 0.0)
-            pruned: IntArray = np.flatnonzero(theta)
-            response = self.trajectories.response(plan.context[pruned], theta[pruned])
-            kept, mean, worst, shift = ones.copy(), zeros.copy(), zeros.copy(), zeros.copy()
-            kept[pruned], mean[pruned] = response.kept, response.certificate_mean
-            worst[pruned], shift[pruned] = response.certificate_max, response.entropy_shift
-        self.kl_sum += float(response.kl.sum())
-        return kept, mean, worst, -np.log1p(-np.minimum(worst, 1.0 - 1e-12)), theta, shift
 
 
 def simulate(
@@ -356,7 +239,7 @@ def simulate(
         iterations=replica.iterations,
         requests_in=replica.submitted,
         requests_out=replica.left,
-        kl_nats_mean=replica.kl_sum / replica.decode_tokens if replica.decode_tokens else 0.0,
+        kl_nats_mean=replica.model.kl_sum / replica.model.decode_tokens if replica.model.decode_tokens else 0.0,
         trace_rows_skipped=workload.skipped_rows,
         bank_context_beyond=trajectories.response.beyond_context,
         bank_temperature_beyond=trajectories.clamped_tokens,
