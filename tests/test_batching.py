@@ -69,7 +69,7 @@ def test_s4_validation_and_admission_use_one_formula(by_context: bool) -> None:
     prompts = [783, 784, 785, 799, 800, 801, 10]
     requests = [Request(i, 0.0, prompt, 1) for i, prompt in enumerate(prompts)]
     trace = drive(loop, requests, limit=60, check=check_invariants)
-    served = {i: FinishReason.LENGTH for i in range(7)} | {5: FinishReason.REJECTED}
+    served = dict.fromkeys(range(7), FinishReason.LENGTH) | {5: FinishReason.REJECTED}
     assert trace.reasons() == served
 
 
@@ -178,6 +178,7 @@ workloads = st.lists(
     chunked=st.booleans(),
 )
 def test_waiting_is_bounded_for_any_scores_and_nothing_leaks(
+    *,
     workload: list[tuple[int, int, int, int]],
     batch: int,
     live: int,
@@ -245,8 +246,11 @@ def test_a_repeated_plan_equals_the_one_decided_from_scratch(
         requests = [Request(i, float(w[0]), w[1], 3 * w[2]) for i, w in enumerate(sorted(workload))]
         trace = drive(loop, requests, limit=3000, check=check_invariants)
         return [
-            sorted(zip(p.ids.tolist(), p.slots.tolist(), p.context.tolist(), p.n_tokens.tolist(), strict=True))
-            + [tuple(sorted(p.paused.tolist())), tuple(p.preempted.tolist())]
+            [
+                *sorted(zip(p.ids.tolist(), p.slots.tolist(), p.context.tolist(), p.n_tokens.tolist(), strict=True)),
+                tuple(sorted(p.paused.tolist())),
+                tuple(p.preempted.tolist()),
+            ]
             for p in trace.plans
         ]
 

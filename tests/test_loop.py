@@ -115,7 +115,9 @@ def test_greedy_requests_and_configs() -> None:
 
 def test_theta_is_for_decode_rows_only() -> None:
     loop = make(EngineConfig(prefill_chunk=4, max_batch_tokens=8))
-    loop.policy.pruning = type("Constant", (), {"start": lambda self: (0.5, 0), "update": lambda self, a, b, h: (a, b)})()
+    loop.policy.pruning = type(
+        "Constant", (), {"start": lambda self: (0.5, 0), "update": lambda self, a, b, h: (a, b)}
+    )()
     trace = drive(loop, [Request(0, 0.0, 9, 3)], check=check_invariants)
     assert [plan.theta_nats.tolist() for plan in trace.plans] == [[0.0], [0.0], [0.0], [0.5], [0.5]]
 

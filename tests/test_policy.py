@@ -89,9 +89,7 @@ def test_lagged_update_acts_on_the_current_u() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(0, 9)), min_size=1, max_size=25), st.integers(0, 2))
-def test_several_tokens_of_one_slot_in_one_call_equal_one_call_each(
-    tokens: list[tuple[int, float]], lag: int
-) -> None:
+def test_several_tokens_of_one_slot_in_one_call_equal_one_call_each(tokens: list[tuple[int, float]], lag: int) -> None:
     together, apart = policy(lag), policy(lag)
     for p in (together, apart):
         p.start(np.arange(3))

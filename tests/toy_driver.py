@@ -162,4 +162,16 @@ def check_invariants(loop: Loop, plan: StepPlan) -> None:
     assert not plan.block_table.flags.writeable
 
 
-__all__ = ["Integral", "LawSpec", "Rows", "Scored", "Trace", "check_invariants", "drive", "fixed", "make", "off", "step"]
+__all__ = [
+    "Integral",
+    "LawSpec",
+    "Rows",
+    "Scored",
+    "Trace",
+    "check_invariants",
+    "drive",
+    "fixed",
+    "make",
+    "off",
+    "step",
+]
