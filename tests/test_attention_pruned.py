@@ -38,7 +38,7 @@ KEYS = {
     options=st.tuples(st.sampled_from([None, None, 5.0]), st.integers(0, 2**31 - 1)),
 )
 @settings(max_examples=15)
-def test_no_true_mass_exceeds_its_certificate(keys, dtype, dim, size, theta, softcap, seed) -> None:
+def test_no_true_mass_exceeds_its_certificate(keys, dtype, shape, theta, options) -> None:
     """Page intervals hold in float64, the certificate bounds every head's true mass, and the budget is kept."""
     (dim, size), (softcap, seed) = shape, options
     kv_heads, group, pages, page = 2, 3, 9, 16
