@@ -44,7 +44,7 @@ class WorkloadConfig:
     """Who arrives, when, and how much they ask for."""
 
     kind: str = fields.choice("burst", ("burst", "poisson", "closed", "azure"), "arrival process")
-    n_requests: int = fields.integer(64, 1, 10**8, "requests to generate (azure: at most this many rows)")
+    n_requests: int = fields.integer(64, 1, 10**8, "requests to generate (a trace has its own number)")
     rate_per_s: float = fields.number(1.0, 0.0, 1e6, "poisson: mean arrivals per second", open_lo=True)
     rate_scale: float = fields.number(1.0, 0.0, 1e6, "azure: factor on the recorded arrival rate", open_lo=True)
     users: int = fields.integer(8, 1, 10**6, "closed: concurrent users")
@@ -54,14 +54,22 @@ class WorkloadConfig:
     output_tokens: float = fields.number(64.0, 1.0, 1e6, "mean limit on output tokens (log-normal)")
     output_cv: float = fields.number(0.0, 0.0, 10.0, "coefficient of variation of the output limit; 0 is constant")
     output_length: str = fields.choice(
-        "bank", ("bank", "limit"), "bank: the recorded end of text ends a request; limit: it runs to its limit"
+        "auto",
+        ("auto", "bank", "limit"),
+        "bank: the recorded end of text ends a request; limit: only its limit does; auto: limit for a trace, else bank",
     )
     trace: str = fields.text("", "azure: path of the CSV file")
+    trace_rows: int = fields.integer(0, 0, 10**8, "azure: use the first rows only; 0 is all of them")
 
     def __post_init__(self) -> None:
         fields.check(self)
         if self.kind == "azure" and not self.trace:
             raise BadInputError("an azure workload needs a trace", field="trace", remedy="set trace = 'FILE.csv'")
+
+    @property
+    def runs_to_limit(self) -> bool:
+        """True if a request ends at its output limit only, never where the recorded text ended."""
+        return self.output_length == "limit" or (self.output_length == "auto" and self.kind == "azure")
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ class Workload:
         limit = int(self.limit_tokens[i])
         hashes = self.prefix_hashes[i] if self.prefix_hashes is not None else ()
         request = Request(i, at_s, int(self.prompt_tokens[i]), limit, self.greedy, hashes)
-        known = limit if self.config.output_length == "limit" else None
+        known = limit if self.config.runs_to_limit else None
         return Job(request, known, int(self.prompt[i]), float(self.xi[i]))
 
     def next_s(self) -> float | None:
@@ -179,7 +179,7 @@ def make_workload(config: WorkloadConfig, seed: int, prompts: int, *, greedy: bo
     arrivals, lengths, entropy = (stream(seed, name) for name in ("arrivals", "lengths", "entropy"))
     skipped = 0
     if config.kind == "azure":
-        trace = read_azure(config.trace, config.n_requests)
+        trace = read_azure(config.trace, config.trace_rows or None)
         at_s, n, skipped = trace.arrival_s / config.rate_scale, len(trace), int(trace.skipped.shape[0])
         prompt_tokens, limit_tokens = trace.prompt_tokens, trace.output_tokens
     else:

@@ -46,7 +46,7 @@ def bench_config(trace: str | Path | None = None, *, loop: bool = True, batch: i
             "output_cv": 0.5,
         }
     else:
-        workload |= {"kind": "azure", "trace": str(trace), "n_requests": 10**8}
+        workload |= {"kind": "azure", "trace": str(trace)}
     return configs.from_mapping(
         {
             "workload": workload,

@@ -211,7 +211,7 @@ def simulate(
         workload.prompt,
         workload.xi,
         base_temperature=law.temperature,
-        ends=workload.config.output_length == "bank",
+        ends=not workload.config.runs_to_limit,
     )
     trajectories.require_range(config.loop)
     page = config.engine.page_tokens

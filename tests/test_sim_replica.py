@@ -412,7 +412,7 @@ def test_progress_is_reported_and_ends_at_the_total() -> None:
 def azure(path: Path, n: int) -> RunConfig:
     return configs.from_mapping(
         {
-            "workload": {"kind": "azure", "trace": str(path), "n_requests": n, "output_length": "limit"},
+            "workload": {"kind": "azure", "trace": str(path), "trace_rows": n},
             "engine": {"pages": 29_205, "max_batch": 128, "max_batch_tokens": 2048, "prefill_chunk": 512},
             "cost": {"preset": "a100-80-llama-3-8b"},
         }

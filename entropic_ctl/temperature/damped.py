@@ -15,6 +15,7 @@ from typing import ClassVar
 from array_api_compat import array_namespace
 
 from entropic_ctl import fields
+from entropic_ctl.arrays import clip
 from entropic_ctl.signals import Array, LogitView
 from entropic_ctl.temperature import solve
 from entropic_ctl.temperature.base import TemperatureLaw
@@ -46,7 +47,7 @@ class Damped:
         xp = array_namespace(u)
         solution, _, _ = solve.solve_u(u, view, self.config)
         damped = u + self.config.fraction * (solution - u)
-        temperature = xp.clip(xp.exp(damped), self.config.t_min, self.config.t_max)
+        temperature = clip(xp.exp(damped), self.config.t_min, self.config.t_max)
         return temperature, *view.at(temperature)
 
     def update(self, u: Array, tempered_entropy: Array) -> Array:  # noqa: ARG002

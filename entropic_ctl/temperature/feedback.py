@@ -20,6 +20,7 @@ from typing import ClassVar
 from array_api_compat import array_namespace
 
 from entropic_ctl import fields
+from entropic_ctl.arrays import clip
 from entropic_ctl.signals import Array, LogitView
 from entropic_ctl.temperature.base import TemperatureConfig, TemperatureLaw
 
@@ -54,7 +55,7 @@ class Feedback:
     def temper(self, u: Array, view: LogitView) -> tuple[Array, Array, Array]:
         """Return (exp u, tempered entropy, varentropy)."""
         xp = array_namespace(u)
-        temperature = xp.clip(xp.exp(u), self.config.t_min, self.config.t_max)
+        temperature = clip(xp.exp(u), self.config.t_min, self.config.t_max)
         return temperature, *view.at(temperature)
 
     def update(self, u: Array, tempered_entropy: Array) -> Array:
@@ -74,8 +75,8 @@ class Feedback:
             error = config.phi_scale_nats * xp.tanh(error / config.phi_scale_nats)
         change = -config.gain * error
         if config.rate_limit > 0:
-            change = xp.clip(change, -config.rate_limit, config.rate_limit)
-        return xp.where(xp.isnan(change), u, xp.clip(u + change, self._low, self._high))
+            change = clip(change, -config.rate_limit, config.rate_limit)
+        return xp.where(xp.isnan(change), u, clip(u + change, self._low, self._high))
 
 
 def build(config: Config) -> TemperatureLaw:

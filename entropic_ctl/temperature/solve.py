@@ -20,6 +20,7 @@ from typing import ClassVar
 from array_api_compat import array_namespace
 
 from entropic_ctl import fields
+from entropic_ctl.arrays import clip
 from entropic_ctl.signals import Array, LogitView
 from entropic_ctl.temperature.base import TemperatureConfig, TemperatureLaw
 
@@ -58,7 +59,7 @@ def solve_u(u: Array, view: LogitView, config: Config) -> tuple[Array, Array, Ar
     low, high = xp.full_like(u, u_min), xp.full_like(u, u_max)
     low_seen, high_seen = xp.zeros_like(u, dtype=xp.bool), xp.zeros_like(u, dtype=xp.bool)
     previous = xp.full_like(u, xp.inf)
-    u = xp.clip(u, u_min, u_max)
+    u = clip(u, u_min, u_max)
     for last in range(config.max_iterations - 1, -1, -1):
         H, V = view.at(_temperature(u, config))
         H, V = xp.astype(H, u.dtype, copy=False), xp.astype(V, u.dtype, copy=False)
@@ -83,7 +84,7 @@ def solve_u(u: Array, view: LogitView, config: Config) -> tuple[Array, Array, Ar
 
 def _temperature(u: Array, config: TemperatureConfig) -> Array:
     xp = array_namespace(u)
-    return xp.clip(xp.exp(u), config.t_min, config.t_max)
+    return clip(xp.exp(u), config.t_min, config.t_max)
 
 
 class Solve:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from array_api_compat import array_namespace
 
 from entropic_ctl import fields
+from entropic_ctl.arrays import clip
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.base import PruningConfig, PruningLaw
 from entropic_ctl.signals import Array
@@ -75,8 +76,8 @@ class Budget:
         """
         c, xp = self.config, array_namespace(model_entropy)
         sure = (c.entropy_high_nats - model_entropy) / (c.entropy_high_nats - c.entropy_low_nats)
-        sure = xp.where(xp.isnan(sure), xp.zeros_like(sure), xp.clip(sure, 0.0, 1.0))
-        return xp.clip(c.theta_nats + (c.theta_wide_nats - c.theta_nats) * sure, c.theta_nats, c.theta_wide_nats)
+        sure = xp.where(xp.isnan(sure), xp.zeros_like(sure), clip(sure, 0.0, 1.0))
+        return clip(c.theta_nats + (c.theta_wide_nats - c.theta_nats) * sure, c.theta_nats, c.theta_wide_nats)
 
     def update(self, theta: Array, timer: Array, model_entropy: Array) -> tuple[Array, Array]:
         """Return the next (theta, timer) after one accepted token.

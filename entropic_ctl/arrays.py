@@ -1,0 +1,27 @@
+"""Element-wise helpers that mean the same on every array-API library."""
+
+from __future__ import annotations
+
+import numpy as np
+from array_api_compat import array_namespace
+
+from entropic_ctl.signals import Array
+
+__all__ = ["clip"]
+
+
+def clip(x: Array, low: float, high: float) -> Array:
+    """Clamp ``x`` to [low, high]; NaN stays NaN.
+
+    NumPy arrays take two ufuncs (1.5 us): the compatibility layer's ``clip`` costs ten times that, several times per
+    simulated iteration.
+
+    Parameters
+    ----------
+    x : array
+    low, high : float
+        low <= high.
+    """
+    if isinstance(x, np.ndarray):
+        return np.minimum(np.maximum(x, low), high)
+    return array_namespace(x).clip(x, low, high)
