@@ -26,8 +26,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from backends.attention.batch import LayerAudit, PagedBatch, PrunedRows, Row
+from backends.attention.batch import LayerAudit, PagedBatch
 from backends.attention.reference import Scoring, State, attend, merge, with_sink
+from backends.attention.rows import PrunedRows, Row
 from backends.kv_cache import PagedKVCache
 from entropic_ctl.pruning.certificate import mass_bound, output_error
 from entropic_ctl.pruning.select import select
