@@ -202,6 +202,61 @@ def test_a_tiny_budget_equals_dense_and_layer_options_hold_in_both(dtype: torch.
     assert (a.float() - c.float()).abs().max() > rounding
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_pruned_rows_of_different_lengths_in_one_step_equal_their_solo_runs(seed: int) -> None:
+    """Five decode rows, one dense, one too short to prune, with unlike budgets, lengths and page lists."""
+    rng = np.random.default_rng(seed)
+    total, theta, per_row = [90, 30, 200, 64, 150], [0.3, 0.5, 0.02, 0.0, 3.0], 13
+    table = rng.permutation(5 * per_row).reshape(5, per_row)
+    q, k, v = ([randn(h, n, 8, seed=10 * seed + h + i) * 2 for i, n in enumerate(total)] for h in (4, 2, 2))
+    q[4][:, -1] *= 0  # uniform attention
+    cache = poisoned(2, 8, 5 * per_row, 16)
+    for r, n in enumerate(total):
+        past = slice(0, n - 1)
+        step(cache, single_row_plan(0, n - 1, table[r], samples=False), q[r][:, past], k[r][:, past], v[r][:, past])
+    solo = []
+    for r, n in enumerate(total):
+        plan = single_row_plan(n - 1, 1, table[r], theta_nats=theta[r])
+        solo.append(step(cache, plan, q[r][:, n - 1 :], k[r][:, n - 1 :], v[r][:, n - 1 :], audit=True))
+    together = [torch.cat([x[r][:, n - 1 :] for r, n in enumerate(total)], dim=1) for x in (q, k, v)]
+    plan = rows_plan([n - 1 for n in total], [1] * 5, theta, table)
+    out, batch = step(cache, plan, *together, audit=True, want_output_error=True)
+    stats = batch.statistics()
+    assert [a.row for a in batch.audits] == [0, 2, 4]
+    for r, (alone, its) in enumerate(solo):
+        torch.testing.assert_close(out[:, r : r + 1], alone, atol=1e-6, rtol=1e-5)
+        mine = its.statistics()
+        for name in ("kept_fraction", "pruned_mass_mean", "pruned_mass_max", "certificate_max"):
+            assert getattr(stats, name)[r] == pytest.approx(getattr(mine, name)[0], rel=1e-5)
+        for a, b in zip(its.audits, [x for x in batch.audits if x.row == r], strict=True):
+            np.testing.assert_array_equal(a.kept, b.kept)
+            assert (b.true_mass <= b.certified_mass).all()
+    assert (stats.output_error_max[[0, 2, 4]] > 0).all()
+    assert (stats.output_error_max[[1, 3]] == 0).all()
+    scored = sum(row.candidates.shape[0] for row in batch.rows)
+    alone_bytes = sum(its.statistics().kv_bytes for _, its in solo)
+    assert stats.kv_bytes == pytest.approx(alone_bytes + scored * cache.value_page_bytes)
+
+
+@pytest.mark.parametrize("poison", [0.0, torch.nan])
+def test_a5_a_kv_head_whose_candidates_are_all_pruned_keeps_its_fixed_pages(poison: float) -> None:
+    """KV head 0 drops every candidate, KV head 1 keeps some: the empty state merges away, poison stays unread."""
+    q, k, v = torch.ones(2, 100, 8), randn(2, 100, 8, seed=1), randn(2, 100, 8, seed=2)
+    k[0, 16:96] = -30.0
+    k[1, :16] = k[1, 32:] = -30.0
+    cache, pages = poisoned(2, 8, 7, 16), [6, 5, 4, 3, 2, 1, 0]
+    step(cache, single_row_plan(0, 99, pages, samples=False), q[:, :99], k[:, :99], v[:, :99])
+    cache.k[0, [5, 4, 3, 2, 1], 0] = cache.v[0, [5, 4, 3, 2, 1], 0] = poison
+    plan = single_row_plan(99, 1, pages, theta_nats=0.01)
+    batch = PagedBatch.from_plan(plan, cache, TIGHT)
+    out, _ = paged_attention(LAYER0, q[None, :, 99:], k[None, :, 99:], v[None, :, 99:], None, paged=batch)
+    j = torch.arange(100) // 16
+    keep = [(j == 0) | (j == 6), (j == 0) | (j == 1) | (j == 6)]
+    for h in range(2):
+        expected = dense(q[h : h + 1, 99:], k[h : h + 1], v[h : h + 1], keep[h])
+        torch.testing.assert_close(out[0, :, h].double(), expected[0], atol=1e-6, rtol=1e-5)
+
+
 def test_pruned_output_is_dense_attention_over_the_kept_pages_and_its_error_is_bounded() -> None:
     n = 200
     q, k, v = randn(6, n, 16) * 2, randn(2, n, 16, seed=1), randn(2, n, 16, seed=2) + 3
