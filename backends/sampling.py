@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from entropic_ctl import fields
-from entropic_ctl.entropy import entropy_varentropy
+from entropic_ctl.entropy import moments, shifted
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FloatArray
 
@@ -126,15 +126,13 @@ class TorchLogitView:
     """
 
     def __init__(self, raw: Tensor, processed: Tensor | None = None) -> None:
-        self._raw = raw
-        self._processed = raw if processed is None else processed
-        self._model_entropy: FloatArray | None = None
+        shift = shifted(raw)
+        self._processed = shift if processed is None or processed is raw else shifted(processed)
+        self._model_entropy = _host(moments(shift)[0])
 
     @property
     def model_entropy(self) -> FloatArray:
         """Entropy of the raw logits at temperature 1, float64 (M,), nats; NaN where the support is empty."""
-        if self._model_entropy is None:
-            self._model_entropy = _host(entropy_varentropy(self._raw)[0])
         return self._model_entropy
 
     def at(self, temperature: Any) -> tuple[Any, Any]:
@@ -143,8 +141,8 @@ class TorchLogitView:
         NumPy temperatures give NumPy float64 results, torch temperatures torch results.
         """
         on_device = isinstance(temperature, Tensor)
-        t = torch.as_tensor(temperature, dtype=torch.float32, device=self._processed.device)
-        entropy, varentropy = entropy_varentropy(self._processed, t)
+        t = torch.as_tensor(temperature, dtype=self._processed.dtype, device=self._processed.device)
+        entropy, varentropy = moments(self._processed, t)
         return (entropy, varentropy) if on_device else (_host(entropy), _host(varentropy))
 
 
