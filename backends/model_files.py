@@ -1,4 +1,4 @@
-"""Look at a model's files before any weight is set: are they all there, whole, and of a decoder?
+"""Check, before any weight is set, that a model's files are there, whole, and of a decoder.
 
 A checkpoint is read from ``model.safetensors.index.json`` if present (then every shard it names must be there, and
 other files are ignored), else from ``model.safetensors``. A file is whole if its header parses and the tensors it

@@ -56,7 +56,9 @@ def test_e8_tiny_temperatures(t: float) -> None:
 @given(st.permutations(range(4)), st.integers(1, 4))
 def test_e9_tokens_do_not_depend_on_batch_or_order(order: list[int], size: int) -> None:
     z = torch.from_numpy(np.random.default_rng(0).normal(0, 2, (4, 500)).astype(np.float32))
-    params = [SamplingParams(seed=s, top_p=p, top_k=k) for s, p, k in ((42, 1.0, 0), (0, 0.9, 0), (7, 1.0, 5), (42, 0.5, 3))]
+    params = [
+        SamplingParams(seed=s, top_p=p, top_k=k) for s, p, k in ((42, 1.0, 0), (0, 0.9, 0), (7, 1.0, 5), (42, 0.5, 3))
+    ]
     rows = list(order[:size])
     alone = [sample(z[r : r + 1], np.array([0.8]), np.array([False]), [params[r]], [3])[0] for r in rows]
     greedy = np.zeros(size, bool)
