@@ -4,10 +4,9 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
-torch = pytest.importorskip("torch")
 
 from backends.sampling import SamplingParams, TorchLogitView, process, sample, uniform
 from entropic_ctl.entropy import entropy_varentropy

@@ -2,11 +2,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-
-pytest.importorskip("torch")
 from tiny_model import byte_tokenizer
 
 from backends.text import Detokenizer, StopStrings, TextStream
