@@ -24,7 +24,7 @@ import numpy.typing as npt
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FloatArray, IntArray
 
-__all__ = ["CostLedger", "EntropicClock", "filtered_ratchet", "noise_ratchet"]
+__all__ = ["CostLedger", "EntropicClock", "Runs", "filtered_ratchet", "noise_ratchet"]
 
 
 def noise_ratchet(sd_nats: float, phi: float = 0.0) -> float:
@@ -132,40 +132,96 @@ class EntropicClock:
         if slots.shape[0] == 0:
             return
         self.reserve(int(slots.max()) + 1)
-        for part in occurrence_rounds(slots):
-            self._advance(slots[part], H[part])
+        runs = Runs.of(slots)
+        if runs.longest == 1:
+            self._advance(slots, H)
+        elif runs.longest * runs.keys.shape[0] <= 16 * slots.shape[0]:
+            self._advance_runs(runs, H[runs.order])
+        else:  # a few slots with very many tokens: one round per occurrence needs no padding
+            for part in runs.rounds():
+                self._advance(slots[part], H[part])
 
     def _advance(self, slots: IntArray, H: FloatArray) -> None:
-        previous, filtered = self.last[slots], self._filtered[slots]
-        seen = self.count[slots] > 0
-        if not seen.all():
-            new = slots[~seen]
-            self.first[new] = H[~seen]
-            previous, filtered = np.where(seen, previous, H), np.where(seen, filtered, H)
+        """Advance distinct slots by one token each."""
+        previous, filtered = self._before(slots, H)
         smooth = filtered + self.weight * (H - filtered)
         self.tau[slots] += np.maximum(previous - H, 0.0)
         self.tau_filtered[slots] += np.maximum(filtered - smooth, 0.0)
         self.last[slots], self._filtered[slots] = H, smooth
         self.count[slots] += 1
 
+    def _advance_runs(self, runs: Runs, H: FloatArray) -> None:
+        """Advance by several tokens per slot; ``H`` is sorted like ``runs``."""
+        keys, starts, ends = runs.keys, runs.starts, runs.starts + runs.lengths - 1
+        previous, filtered = self._before(keys, H[starts])
+        before = np.empty_like(H)
+        before[1:] = H[:-1]
+        before[starts] = previous
+        self.tau[keys] += np.add.reduceat(np.maximum(before - H, 0.0), starts)
+        column = np.repeat(np.arange(keys.shape[0]), runs.lengths)
+        padded = np.zeros((runs.longest, keys.shape[0]))
+        padded[runs.rank, column] = H
+        smooth = np.empty((runs.longest + 1, keys.shape[0]))
+        smooth[0] = filtered
+        for row in range(runs.longest):  # the filter's recursion, all slots at once; padding comes last and is not read
+            smooth[row + 1] = smooth[row] + self.weight * (padded[row] - smooth[row])
+        drops = np.maximum(smooth[runs.rank, column] - smooth[runs.rank + 1, column], 0.0)
+        self.tau_filtered[keys] += np.add.reduceat(drops, starts)
+        self.last[keys], self._filtered[keys] = H[ends], smooth[runs.lengths, np.arange(keys.shape[0])]
+        self.count[keys] += runs.lengths
 
-def occurrence_rounds(keys: IntArray) -> list[IntArray | slice]:
-    """Split entries into rounds: round r holds the r-th occurrence of each key, so no round repeats a key.
+    def _before(self, slots: IntArray, H: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Return the last (entropy, filtered entropy) of distinct slots; a new slot takes its first H for both."""
+        previous, filtered = self.last[slots], self._filtered[slots]
+        seen = self.count[slots] > 0
+        if not seen.all():
+            self.first[slots[~seen]] = H[~seen]
+            previous, filtered = np.where(seen, previous, H), np.where(seen, filtered, H)
+        return previous, filtered
 
-    One round (the whole, as a slice) when the keys are already distinct, which is the common case.
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Equal keys brought together, keeping their order: the index arithmetic of segment sums.
+
+    Parameters
+    ----------
+    order : IntArray, shape (M,)
+        Stable sorting permutation of the keys.
+    keys, starts, lengths : IntArray, shape (K,)
+        Distinct keys, ascending; where each one's run starts in the sorted order, and its length.
+    rank : IntArray, shape (M,)
+        Position of each sorted entry inside its run.
     """
-    n = keys.shape[0]
-    order: IntArray = np.argsort(keys, kind="stable")
-    ordered = keys[order]
-    new: npt.NDArray[np.bool_] = np.empty(n, np.bool_)
-    new[:1] = True
-    np.not_equal(ordered[1:], ordered[:-1], out=new[1:])
-    if new.all():
-        return [slice(None)]
-    starts = np.flatnonzero(new)
-    rank = np.arange(n) - np.repeat(starts, np.diff(np.append(starts, n)))
-    by_rank = np.argsort(rank, kind="stable")
-    return list(np.split(order[by_rank], np.cumsum(np.bincount(rank))[:-1]))
+
+    order: IntArray
+    keys: IntArray
+    starts: IntArray
+    lengths: IntArray
+    rank: IntArray
+
+    @classmethod
+    def of(cls, keys: IntArray) -> Runs:
+        """Group at least one key."""
+        n, low = keys.shape[0], keys.min()
+        narrow = keys.max() - low < 2**16  # 16-bit keys take NumPy's radix sort
+        order = np.argsort((keys - low).astype(np.uint16) if narrow else keys, kind="stable")
+        ordered = keys[order]
+        new: npt.NDArray[np.bool_] = np.ones(n, np.bool_)
+        np.not_equal(ordered[1:], ordered[:-1], out=new[1:])
+        starts = np.flatnonzero(new)
+        lengths = np.diff(starts, append=n)
+        return cls(order, ordered[starts], starts, lengths, np.arange(n) - np.repeat(starts, lengths))
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest run."""
+        return int(self.lengths.max())
+
+    def rounds(self) -> list[IntArray]:
+        """Return index arrays into the unsorted entries; the r-th holds the r-th occurrence of each key."""
+        by_rank = np.argsort(self.rank, kind="stable")
+        return np.split(self.order[by_rank], np.cumsum(np.bincount(self.rank))[:-1])
 
 
 @dataclass
