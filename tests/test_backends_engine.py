@@ -450,9 +450,9 @@ def test_bad_requests_are_refused_with_field_and_value(model: models.LoadedModel
         engine.submit([])
     with pytest.raises(BadInputError, match=r"prompt.*257.*\[0, 256\]"):
         engine.submit([1, 257])
-    with pytest.raises(BadInputError, match="prompt.*-1"):
+    with pytest.raises(BadInputError, match=r"prompt.*-1"):
         engine.submit([-1])
-    with pytest.raises(BadInputError, match="allowed.*999"):
+    with pytest.raises(BadInputError, match=r"allowed.*999"):
         engine.submit([1], SamplingParams(allowed=(999,)))
     bare = start(models.wrap(tiny_llama(), None))
     with pytest.raises(BadInputError, match="stop"):
