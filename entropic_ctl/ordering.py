@@ -28,12 +28,13 @@ def wait_bound(live: int, batch: int, wait_limit_steps: int, quantum_steps: int)
 
 def draw_order(
     step: int,
+    *,
     last_run: IntArray,
     protected_until: IntArray,
     arrival_order: IntArray,
     score: FloatArray,
     wait_limit_steps: int,
-) -> tuple[IntArray, npt.NDArray[np.int64]]:
+) -> tuple[IntArray, IntArray]:
     """Sort live rows.
 
     Parameters
@@ -98,4 +99,5 @@ def share_tokens(need: IntArray, first: npt.NDArray[np.bool_], budget: int, chun
     base = first.astype(np.int64)
     extra = np.minimum(need, chunk) - base
     before = np.cumsum(extra) - extra
-    return base + np.clip(budget - int(base.sum()) - before, 0, extra)
+    share: IntArray = base + np.clip(budget - int(base.sum()) - before, 0, extra)
+    return share

@@ -46,7 +46,7 @@ def plan_of(
     )
 
 
-def result_of(
+def result_of(  # noqa: PLR0917
     step: int, start: float, end: float, token_ids: Sequence[int], H: Sequence[float], rows: int, kept: float = 1.0
 ) -> StepResult:
     entropy = np.array(H, np.float64)
@@ -197,8 +197,7 @@ def random_run(seed: int, steps: int, m: Metrics) -> dict[int, list[tuple[float,
         preempted = [i for i in slot_of if i not in ids and rng.random() < 0.2]
         plan = plan_of(step, ids, [slot_of[i] for i in ids], samples=samples, preempted=preempted, now_s=now)
         m.step(plan, result_of(step, now, end, named, H, len(ids)), finished)
-        for f in finished:
-            free.append(slot_of.pop(f.id))
+        free.extend([slot_of.pop(f.id) for f in finished])
         now = end
     return tokens
 
