@@ -80,6 +80,7 @@ class Batcher:
         self._step = 0
         self._order: IntArray = _NONE  # slots
         self._group: IntArray = _NONE
+        self._protected = np.empty(0, np.bool_)  # by order, after the last plan
         self._drawn_at = 0
         self._next_event = 0
         self._changed = True  # the live set changed since the last draw
@@ -235,11 +236,12 @@ class Batcher:
     def _draw(self, score: Score) -> None:
         live, s, step = self.slots.live, self.slots, self._step
         due = step >= self._drawn_at + self.scheduling.quantum_steps or step >= self._next_event
-        if not (due or self._changed):
+        if not (due or self._changed) and np.array_equal(s.protected(self._order, step), self._protected):
             return
         index, self._group = draw_order(
             step,
             last_run=s.last_run[live],
+            protected=s.protected(live, step),
             protected_until=s.protected_until[live],
             arrival_order=s.order[live],
             score=score(live),
@@ -268,8 +270,10 @@ class Batcher:
         samples = context + n == s.known[slots]
         decode = (n == 1) & (context >= s.prompt[slots])
         s.last_run[slots] = step
-        fresh = slots[(group[runs] == 1) & (s.protected_until[slots] <= step)]
+        fresh = slots[(group[runs] == 1) & ~s.protected(slots, step)]
         s.protected_until[fresh] = step + self.scheduling.quantum_steps
+        s.owed[fresh] = True
+        self._protected = s.protected(order, step)
         self._set_event(order)
         calm = not (seating.preempted or seating.adopted or seating.overdue_lacks_room)
         self._steady = calm and bool((decode & samples).all())
@@ -327,7 +331,8 @@ class Batcher:
         s = self.slots
         here = s.id[plan.slots] == plan.ids
         sampling = plan.slots[plan.samples]
-        if here.all() and np.array_equal(result.token_ids, plan.ids[plan.samples]):
+        distinct = bool(here.all()) and np.array_equal(result.token_ids, plan.ids[plan.samples])
+        if distinct:
             token_rows, token_slots = np.arange(sampling.shape[0]), sampling
             before = s.cached[plan.slots] if s.hashes else _NONE
             s.cached[plan.slots] = plan.context + plan.n_tokens
@@ -337,6 +342,7 @@ class Batcher:
             before = s.cached[plan.slots] if s.hashes else _NONE
             s.cached[plan.slots[here]] = (plan.context + plan.n_tokens)[here]
             np.add.at(s.known, token_slots, 1)
+        s.owed[token_slots] = False
         self._open = False
         self.step_s += (0.2 if self.step_s else 1.0) * (result.end_s - result.start_s - self.step_s)
         if s.hashes:
@@ -349,4 +355,4 @@ class Batcher:
         freed = [s.slot_of[finish.id] for finish in finished]
         if freed:
             self._remove(freed)
-        return Outcome(tuple(finished), token_rows, token_slots, np.asarray(freed, np.int64))
+        return Outcome(tuple(finished), token_rows, token_slots, np.asarray(freed, np.int64), distinct)

@@ -132,5 +132,6 @@ class Seating:
         s = self._slots
         self._pages.drop(slot)
         s.cached[slot] = s.protected_until[slot] = 0
+        s.owed[slot] = False
         s.preemptions[slot] += 1
         self.preempted.append(slot)

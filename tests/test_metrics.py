@@ -161,6 +161,18 @@ def test_refused_and_cancelled_are_counted_once() -> None:
         m.submitted(Request(7, 0.0, 4, 4))
 
 
+def test_an_id_may_come_back_after_it_left() -> None:
+    m = Metrics(16)
+    for step in range(2):
+        m.submitted(Request(1, float(step), 4, 1))
+        m.step(
+            plan_of(step, [1], [0]), result_of(step, step, step + 1.0, [1], [2.0], 1), (Finish(1, FinishReason.EOS),)
+        )
+    assert m.requests_table()["output_tokens"].tolist() == [1, 1]
+    assert m.requests_table()["ttft_s"].tolist() == [1.0, 1.0]
+    assert m.summary()["requests_finished"] == 2
+
+
 def test_tokens_of_strangers_are_refused() -> None:
     m = Metrics(16)
     with pytest.raises(BadInputError, match="no such live request"):

@@ -81,6 +81,11 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         results.write_table(path, {"x": [2]}, {})
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["t.csv"]
+    monkeypatch.undo()
+    with path.open("rb") as reader:  # whoever is reading keeps the old file: replaced, not rewritten in place
+        results.write_table(path, {"x": [2]}, {})
+        assert reader.read() == before
+    assert results.read_table(path)[0]["x"].tolist() == [2]
 
 
 def test_bad_tables_are_refused(tmp_path: Path) -> None:
@@ -158,7 +163,10 @@ def test_stamp_says_what_ran() -> None:
 def test_commit_is_that_of_the_source_tree_or_unknown(tmp_path: Path) -> None:
     """A copy outside a checkout, even below another repository, does not take that repository's commit."""
     copy = tmp_path / "repo" / "site"
-    subprocess.run(["git", "init", "-q", str(tmp_path / "repo")], check=True)
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (["init", "-q"], [*author, "commit", "-q", "--allow-empty", "-m", "outer"]):
+        copy.mkdir(parents=True, exist_ok=True)
+        subprocess.run(["git", "-C", str(tmp_path / "repo"), *command], check=True)
     (copy / "entropic_ctl").mkdir(parents=True)
     for source in Path(provenance.__file__).parent.rglob("*.py"):
         target = copy / "entropic_ctl" / source.relative_to(Path(provenance.__file__).parent)

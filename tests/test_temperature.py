@@ -160,6 +160,37 @@ def test_solve_is_quick_on_typical_logits() -> None:
     assert view.calls <= 12
 
 
+class RootLikeView:
+    """H - 2 = |x|^0.55 with the sign of x = u - 0.1: plain Newton steps circle the root, shrinking by 0.82 each."""
+
+    model_entropy = np.zeros(1)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def at(self, temperature: Any) -> tuple[Any, Any]:
+        self.calls += 1
+        x = np.log(temperature) - 0.1
+        size = np.maximum(np.abs(x), 1e-30)
+        return 2.0 + np.sign(x) * size**0.55, 0.55 * size**-0.45
+
+
+def test_solve_bisects_where_newton_circles() -> None:
+    view = RootLikeView()
+    config = solve.Config(target_nats=2.0, tolerance_nats=1e-5, t_min=0.05, t_max=5.0)
+    u, H, _ = solve.solve_u(np.zeros(1), view, config)
+    assert abs(H[0] - 2.0) <= 1e-5
+    assert u[0] == pytest.approx(0.1, abs=1e-8)
+    assert view.calls < 45
+
+
+def test_solve_stops_at_its_iteration_bound() -> None:
+    view = RootLikeView()
+    u, H, V = solve.solve_u(np.zeros(1), view, solve.Config(target_nats=2.0, max_iterations=3))
+    assert view.calls == 3
+    np.testing.assert_allclose((H, V), view.at(np.exp(u)))
+
+
 def test_a_row_does_not_depend_on_its_batch() -> None:
     rng = np.random.default_rng(1)
     z = rng.normal(size=(6, 200)) * rng.uniform(0.5, 8, (6, 1))
