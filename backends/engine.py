@@ -1,0 +1,346 @@
+"""The real engine: it executes step plans with real forward passes and a real clock.
+
+One step: plan, one packed forward pass over all rows (ragged, no padding), temper, sample, observe. What to run, with
+which temperature and which pages, is decided by :class:`entropic_ctl.loop.Loop`, the same object the simulator drives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from backends.attention import PagedBatch, register
+from backends.audit import AuditTable, kl_nats
+from backends.flops import step_flops
+from backends.jobs import Job, OnText, Output, new_job
+from backends.kv_cache import PagedKVCache
+from backends.models import LoadedModel
+from backends.sampling import SamplingParams, TorchLogitView, process, sample, to_host
+from entropic_ctl.certificates import Verdict
+from entropic_ctl.config import RunConfig
+from entropic_ctl.errors import EntropicError, NoProgressError
+from entropic_ctl.loop import Loop
+from entropic_ctl.signals import Finish, FinishReason, StepPlan, StepResult
+
+__all__ = ["Engine", "Output"]
+
+_IDLE_LIMIT = 1000
+Probe = Callable[[StepPlan, Any, Tensor], None]
+
+
+class Engine:
+    """Run requests on a model under a control loop.
+
+    Parameters
+    ----------
+    config : RunConfig
+        ``engine`` and ``loop`` are used; the model is given.
+    model : LoadedModel
+        From :func:`backends.models.load`. Its attention implementation is switched to the paged one.
+    verdict, uncertified, recorder
+        Passed to :class:`entropic_ctl.loop.Loop`.
+    metrics : entropic_ctl.metrics.Metrics, optional
+        Collector fed with every submission, refusal and step.
+    clock, sleep : callable
+        Seconds now; wait that many seconds. The engine's time 0 is its construction, audits are left out.
+    probe : callable(plan, rows, logits), optional
+        Shown the raw logits (M, n) of the sampling rows of every step (``rows`` index the plan).
+
+    Raises
+    ------
+    UncertifiedError
+        If the temperature law needs a certificate that ``verdict`` does not give.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: LoadedModel,
+        *,
+        verdict: Verdict | None = None,
+        uncertified: bool = False,
+        recorder: Any = None,
+        metrics: Any = None,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+        probe: Probe | None = None,
+    ) -> None:
+        limits = dataclasses.replace(
+            config.engine, max_context=min(config.engine.max_context, max(2, model.max_context))
+        )
+        self.config, self.model, self.metrics, self.limits = config, model, metrics, limits
+        self.loop = Loop(
+            config.loop, limits, model.vocab_size, verdict=verdict, uncertified=uncertified, recorder=recorder
+        )
+        network, shape = model.model, model.shape
+        self.device, self.dtype = network.device, network.dtype
+        network.set_attn_implementation(register())
+        self.cache = PagedKVCache(
+            shape.layers,
+            shape.kv_heads,
+            shape.head_dim,
+            pages=limits.pages,
+            page_tokens=limits.page_tokens,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.audit = AuditTable()
+        self.outputs: dict[int, Output] = {}
+        self._pruning = config.loop.pruning.config
+        self._prunes = config.loop.pruning.name != "off"
+        self._jobs: dict[int, Job] = {}
+        self._waiting: list[tuple[float, int]] = []  # arrivals in the future
+        self._next_id = 0
+        self._clock, self._sleep, self._probe = clock, sleep, probe
+        self._origin = clock()
+        self._idle_steps = 0
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """Return the engine's time in seconds: real time since construction, audits left out."""
+        return self._clock() - self._origin
+
+    @property
+    def idle(self) -> bool:
+        """True when every request has left."""
+        return not self._jobs
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        arrival_s: float | None = None,
+        chat: bool = True,
+    ) -> int:
+        """Hand in a request and return its id.
+
+        Parameters
+        ----------
+        prompt : str or sequence of int
+            Text (through the chat template if ``chat`` and the model has one), or token ids.
+        params : SamplingParams, optional
+        arrival_s : float, optional
+            Engine time at which the request enters; in the future it waits outside until then. Default: now.
+
+        Raises
+        ------
+        BadInputError
+            If the prompt is empty, a token id lies outside the vocabulary, the arrival is not finite, or stop strings
+            meet a model without tokenizer. A request that can never be served is no error: it leaves ``REJECTED``.
+        """
+        ids = self.model.prompt_ids(prompt, chat=chat) if isinstance(prompt, str) else [int(t) for t in prompt]
+        number = self._next_id
+        job = new_job(
+            self.model,
+            number,
+            ids,
+            params or SamplingParams(),
+            arrival_s=self.now() if arrival_s is None else float(arrival_s),
+            prefix_page=self.limits.page_tokens if self.limits.prefix_caching else 0,
+        )
+        self._next_id += 1
+        self.outputs[number], self._jobs[number] = job.output, job
+        heapq.heappush(self._waiting, (job.request.arrival_s, number))
+        return number
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request now, free its pages, and return whether it was there."""
+        if request_id not in self._jobs:
+            return False
+        if self.loop.cancel(request_id) and self.metrics is not None:
+            self.metrics.cancelled(request_id, self.now())
+        self._leave(Finish(request_id, FinishReason.CANCELLED), None)
+        return True
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    def run(self, *, on_text: OnText | None = None, progress: Callable[[int, int], None] | None = None) -> list[Output]:
+        """Step until every request has left; return all outputs in order of submission.
+
+        Parameters
+        ----------
+        on_text : callable(id, text), optional
+            Called with each piece of text as it becomes certain.
+        progress : callable(left, total), optional
+            Called after each step.
+        """
+        while not self.idle:
+            self.step(on_text=on_text)
+            if progress is not None:
+                progress(len(self.outputs) - len(self._jobs), len(self.outputs))
+        return [self.outputs[number] for number in sorted(self.outputs)]
+
+    def stream(self) -> Iterator[tuple[int, str]]:
+        """Step until idle, yielding (id, text) as text becomes certain."""
+        pieces: list[tuple[int, str]] = []
+        while not self.idle:
+            self.step(on_text=lambda number, text: pieces.append((number, text)))
+            yield from pieces
+            pieces.clear()
+
+    def step(self, *, on_text: OnText | None = None) -> StepResult | None:
+        """Run one iteration; return its result, or None if nothing could run (then it waited for an arrival)."""
+        now = self._arrivals(on_text)
+        plan = self.loop.plan(now)
+        if plan.n_rows == 0:
+            for finish in plan.rejected:
+                self._refuse(finish, on_text)
+            self._wait(now)
+            return None
+        self._idle_steps = 0
+        result = self._execute(plan, on_text)
+        finished = self.loop.observe(result)
+        if self.metrics is not None:
+            self.metrics.step(plan, result, finished)
+        for finish in (*plan.rejected, *finished):
+            self._leave(finish, on_text)
+        return result
+
+    def _arrivals(self, on_text: OnText | None) -> float:
+        now = self.now()
+        while self._waiting and self._waiting[0][0] <= now:
+            _, number = heapq.heappop(self._waiting)
+            job = self._jobs.get(number)
+            if job is None:  # cancelled before it arrived
+                continue
+            if self.metrics is not None:
+                self.metrics.submitted(job.request)
+            refusal = self.loop.submit(job.request)
+            if refusal is not None:
+                self._refuse(refusal, on_text)
+        return now
+
+    def _refuse(self, finish: Finish, on_text: OnText | None) -> None:
+        if self.metrics is not None:
+            self.metrics.refused(finish, self.now())
+        self._leave(finish, on_text)
+
+    def _wait(self, now: float) -> None:
+        self._idle_steps += 1
+        if self._waiting:
+            self._sleep(max(0.0, self._waiting[0][0] - now))
+        elif self._jobs and self._idle_steps > _IDLE_LIMIT:
+            raise NoProgressError(f"{len(self._jobs)} requests are live but {_IDLE_LIMIT} plans in a row ran none")
+
+    def _leave(self, finish: Finish, on_text: OnText | None) -> None:
+        job = self._jobs.pop(finish.id, None)
+        if job is not None:
+            job.leave(finish, self.now(), on_text)
+
+    # -- one forward pass -------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _execute(self, plan: StepPlan, on_text: OnText | None) -> StepResult:
+        jobs = [self._jobs[int(i)] for i in plan.ids]
+        rows = np.flatnonzero(plan.samples)
+        inputs = self._pack(plan, jobs)
+        dense = self._dense_logits(plan, inputs)
+        batch = PagedBatch.from_plan(plan, self.cache, self._pruning)
+        logits = self._forward(batch, inputs)
+        if self._prunes:
+            self.cache.seal(batch)
+        statistics = batch.statistics()
+        if self._probe is not None and rows.size:
+            self._probe(plan, rows, logits)
+        ids, tokens, tempered, finished = self._choose(plan, jobs, rows, logits, on_text)
+        if dense is not None:
+            self._record_audit(plan, rows, logits, dense)
+        kept = np.asarray(statistics.kept_fraction, np.float64)
+        return StepResult(
+            step=plan.step,
+            start_s=plan.now_s,
+            end_s=self.now(),
+            token_ids=ids,
+            tokens=tokens,
+            **tempered,
+            kept_fraction=kept,
+            pruned_mass_mean=np.asarray(statistics.pruned_mass_mean, np.float64),
+            pruned_mass_max=np.asarray(statistics.pruned_mass_max, np.float64),
+            certificate_max=np.asarray(statistics.certificate_max, np.float64),
+            kv_bytes=float(statistics.kv_bytes),
+            flops=step_flops(self.model, plan, kept, self._pruning.dense_layers),
+            finished=tuple(finished),
+        )
+
+    def _pack(self, plan: StepPlan, jobs: list[Job]) -> Tensor:
+        """Return the tokens of all rows, packed without padding, int64 (1, T)."""
+        spans = list(zip(plan.context.tolist(), plan.n_tokens.tolist(), strict=True))
+        tokens = [t for job, (start, count) in zip(jobs, spans, strict=True) for t in job.known[start : start + count]]
+        return torch.tensor(tokens, dtype=torch.long, device=self.device)[None]
+
+    def _forward(self, batch: PagedBatch, tokens: Tensor) -> Tensor:
+        """Return the raw logits of the sampling rows, float32 (M, n), in plan order."""
+        out: Tensor = self.model.model(
+            input_ids=tokens,
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=batch.last_index,
+            paged=batch,
+        ).logits
+        if batch.kv_bytes == 0:
+            raise EntropicError("the model's attention was switched away from the paged one while an engine used it")
+        return out[0].float()
+
+    def _dense_logits(self, plan: StepPlan, inputs: Tensor) -> Tensor | None:
+        """On audited steps, run the same tokens dense first; the pruned pass then overwrites the new K and V."""
+        every = self.limits.audit_every
+        if not every or plan.step % every or not (plan.samples & (plan.theta_nats > 0)).any():
+            return None
+        before = self._clock()
+        exact = dataclasses.replace(plan, theta_nats=np.zeros_like(plan.theta_nats))
+        logits = self._forward(PagedBatch.from_plan(exact, self.cache, self._pruning), inputs)
+        self._origin += self._clock() - before
+        return logits
+
+    def _record_audit(self, plan: StepPlan, rows: Any, pruned: Tensor, dense: Tensor) -> None:
+        before = self._clock()
+        hit = np.flatnonzero((plan.theta_nats[rows] > 0) & (plan.n_tokens[rows] == 1))
+        if hit.size:
+            index = torch.as_tensor(hit, device=pruned.device)
+            a, b = pruned[index], dense[index]
+            entropies = (to_host(TorchLogitView(x).model_entropy) for x in (b, a))
+            self.audit.add(plan, rows[hit], kl_nats(a, b), *entropies)
+        self._origin += self._clock() - before
+
+    def _choose(
+        self, plan: StepPlan, jobs: list[Job], rows: Any, logits: Tensor, on_text: OnText | None
+    ) -> tuple[Any, Any, dict[str, Any], list[Finish]]:
+        """Temper and sample; extend texts; return (ids, tokens, per-token columns, driver-ended requests)."""
+        picked = [jobs[row] for row in rows]
+        params = [job.params for job in picked]
+        processed = process(logits, params, [job.known for job in picked])
+        tempered = self.loop.temper(TorchLogitView(logits, processed))
+        alive = tempered.valid & torch.isfinite(processed.amax(dim=-1)).cpu().numpy()
+        good = np.flatnonzero(alive)
+        tokens = sample(
+            processed[torch.as_tensor(good, device=logits.device)] if good.size < rows.size else processed,
+            tempered.temperature[good],
+            plan.greedy[rows[good]],
+            [params[i] for i in good],
+            [len(picked[i].output.token_ids) for i in good],
+        )
+        finished = [
+            Finish(picked[i].request.id, FinishReason.EMPTY_SUPPORT, "no token has a finite logit")
+            for i in np.flatnonzero(~alive)
+        ]
+        now = self.now() if good.size else 0.0
+        for i, token in zip(good, tokens.tolist(), strict=True):
+            reason = picked[i].accept(token, now, self.model.eos_ids, on_text)
+            if reason is not None:
+                finished.append(Finish(picked[i].request.id, reason))
+        columns = {
+            "temperature": tempered.temperature[good],
+            "model_entropy": tempered.model_entropy[good],
+            "tempered_entropy": tempered.tempered_entropy[good],
+            "varentropy": tempered.varentropy[good],
+        }
+        return plan.ids[rows[good]], tokens, columns, finished
