@@ -58,9 +58,10 @@ def draw(
         for name in ("index", "model_entropy", "tempered_entropy", "temperature", "theta_nats", "kept_fraction")
     )
     colour = style.COLOURS
-    with style.canvas(
-        path, rows=4, size=(7.6, 7.4), sharex=True, gridspec_kw={"height_ratios": [2.2, 1, 1, 1]}
-    ) as (figure, axes):
+    with style.canvas(path, rows=4, size=(7.6, 7.4), sharex=True, gridspec_kw={"height_ratios": [2.2, 1, 1, 1]}) as (
+        figure,
+        axes,
+    ):
         if title:
             figure.suptitle(title, fontsize=10.5, x=0.01, ha="left")
         axes[0].plot(x, model, color=colour["sky"], label="model entropy (T = 1)")

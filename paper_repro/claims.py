@@ -65,11 +65,15 @@ _TABLE = {
 }
 
 CLAIMS: tuple[Claim, ...] = tuple(
-    Claim(arm, metric, value, better) for metric, (better, row) in _TABLE.items() for arm, value in zip(ARMS, row, strict=True)
+    Claim(arm, metric, value, better)
+    for metric, (better, row) in _TABLE.items()
+    for arm, value in zip(ARMS, row, strict=True)
 )
 
 PROSE: tuple[Range, ...] = (
-    Range("entropy variance", "sampling only", "entropy_variance", 0.80, 0.85, "sampling cuts entropy variance by 15-20%"),
+    Range(
+        "entropy variance", "sampling only", "entropy_variance", 0.80, 0.85, "sampling cuts entropy variance by 15-20%"
+    ),
     Range("KV bandwidth", "attention only", "kv_bytes", 0.75, 0.85, "pruning cuts KV bandwidth by 15-25%"),
     Range("attention FLOPs", "attention only", "attention_flops", 0.70, 0.80, "pruning cuts attention FLOPs by 20-30%"),
 )

@@ -102,7 +102,9 @@ def judge(effect: Effect, paper: float, *, higher_is_better: bool, not_identifia
     if effect.pairs == 0:
         return Judgement("not identifiable", "this metric was not measured in this world")
     if effect.identical and effect.pairs > 1:
-        return Judgement("not identifiable", "the arm equals the baseline in every run: this workload does not exercise it")
+        return Judgement(
+            "not identifiable", "the arm equals the baseline in every run: this workload does not exercise it"
+        )
     if not (math.isfinite(effect.low) and math.isfinite(effect.high)):
         return Judgement("not reproduced", "one pair of runs gives no interval; run more repeats")
     sign = 1.0 if higher_is_better else -1.0
