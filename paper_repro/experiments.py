@@ -19,7 +19,7 @@ from entropic_ctl.errors import BadInputError
 from paper_repro import verdicts
 from paper_repro.claims import ARMS, BASELINE, claim
 
-__all__ = ["METRICS", "Measure", "Metric", "Progress", "ablation", "effects", "seeds", "synergy"]
+__all__ = ["METRICS", "Measure", "Metric", "Progress", "ablation", "effects", "seeds", "stacked", "synergy"]
 
 Measure = Callable[[str, LoopConfig, int], Mapping[str, float]]
 """(arm, loop, seed) -> measurements by column name; absent columns become NaN."""
@@ -111,6 +111,15 @@ def ablation(
     for name in measured:
         table[name] = np.array([_number(row[4].get(name)) for row in rows], float)
     return table
+
+
+def stacked(*tables: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return runs tables on top of each other; a column that one lacks is NaN there."""
+    names = dict.fromkeys(name for table in tables for name in table)
+    return {
+        name: np.concatenate([table.get(name, np.full(table["arm"].shape[0], np.nan)) for table in tables])
+        for name in names
+    }
 
 
 def _number(value: float | None) -> float:
