@@ -1,0 +1,246 @@
+"""The metadata of one packed forward pass, and what its attention layers measured.
+
+Rows of a step (prefill chunks and decode tokens of different requests) are packed along one axis without padding: the
+model sees input ids of shape (1, T), and each attention layer finds here which tokens belong to which request, where
+their pages are, and how much each may lose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from backends.attention.precision import require_full_float32
+from backends.kv_cache import PagedKVCache
+from entropic_ctl.errors import BadInputError
+from entropic_ctl.pruning.base import PruningConfig
+from entropic_ctl.pruning.certificate import kl_nats
+from entropic_ctl.signals import FloatArray, IntArray, StepPlan
+
+__all__ = ["AttentionStatistics", "LayerAudit", "PagedBatch", "Row"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStatistics:
+    """What the attention of one forward pass read and lost.
+
+    Parameters
+    ----------
+    kept_fraction : FloatArray, shape (R,)
+        Share of (KV head, page) pairs read, mean over the pruned layers; 1 for rows that were not pruned.
+    pruned_mass_mean, pruned_mass_max : FloatArray, shape (R,)
+        Certified upper bounds on the softmax mass lost: mean and maximum over (pruned layer, query head).
+    certificate_max : FloatArray, shape (R,)
+        Largest certified -ln(1 - m) over pruned layers and query heads, nats.
+    kv_bytes : float
+        KV-cache bytes read, all rows and layers: K and V in full where dense; codes, metadata and kept pages where
+        pruned.
+    output_error_max : FloatArray, shape (R,)
+        Largest certified Euclidean error of a head's output; 0 unless ``PagedBatch.want_output_error``.
+    """
+
+    kept_fraction: FloatArray
+    pruned_mass_mean: FloatArray
+    pruned_mass_max: FloatArray
+    certificate_max: FloatArray
+    kv_bytes: float
+    output_error_max: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAudit:
+    """True (dense, float64, same cache) against certified, one row and pruned layer.
+
+    ``true_mass`` and ``certified_mass`` have shape (H,), ``kept_fraction`` is the share of (KV head, page) pairs read.
+    """
+
+    layer: int
+    row: int
+    true_mass: FloatArray
+    certified_mass: FloatArray
+    kept_fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request of the packed batch.
+
+    ``start : stop`` are its tokens in the packed axis, ``table`` (int64 tensor) its pages in order, ``length`` the
+    tokens it will have cached after this step. ``theta_nats`` > 0 only if this row may be pruned, and then
+    ``candidates`` are the indices in ``table`` of full, sealed, unprotected pages and ``fixed`` the other indices.
+    """
+
+    start: int
+    stop: int
+    context: int
+    length: int
+    table: torch.Tensor
+    theta_nats: float
+    candidates: torch.Tensor
+    fixed: torch.Tensor
+
+
+@dataclass
+class PagedBatch:
+    """Metadata of one packed forward pass; make it with :meth:`from_plan`.
+
+    Parameters
+    ----------
+    cache : PagedKVCache
+    pruning : PruningConfig
+    rows : list of Row
+    page, offset : int64 tensor, shape (T,)
+        Where the K and V of each packed token go.
+    positions : int64 tensor, shape (T,)
+        Position of each token in its own sequence (``position_ids`` of the model).
+    last_index : int64 tensor, shape (M,)
+        Packed index of the last token of each sampling row (``logits_to_keep`` of the model).
+    sink_tokens : int
+        Leading tokens that sliding-window layers see besides their window.
+    audit, want_output_error : bool
+        Also record the true pruned masses (slow; tests and audits); also bound the output error.
+    """
+
+    cache: PagedKVCache
+    pruning: PruningConfig
+    rows: list[Row]
+    page: torch.Tensor
+    offset: torch.Tensor
+    positions: torch.Tensor
+    last_index: torch.Tensor
+    sink_tokens: int = 0
+    audit: bool = False
+    want_output_error: bool = False
+    audits: list[LayerAudit] = field(default_factory=list)
+    kv_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        n = len(self.rows)
+        self._kept = np.zeros(n)
+        self._mass_sum, self._mass_max, self._error_max = np.zeros(n), np.zeros(n), np.zeros(n)
+        self._heads = np.zeros(n, np.int64)
+        self._layers = np.zeros(n, np.int64)
+
+    @classmethod
+    def from_plan(cls, plan: StepPlan, cache: PagedKVCache, pruning: PruningConfig) -> PagedBatch:
+        """Build the metadata of the plan's rows, in plan order.
+
+        Pruning applies to decode rows (one token, sampled) with ``theta_nats`` > 0. Sink pages, recent pages, and pages
+        without a valid shadow are protected.
+
+        Raises
+        ------
+        BadInputError
+            If a row's pages lie outside the cache, a row has no tokens, or pruning is asked for while torch computes
+            float32 products in reduced precision.
+        """
+        if (plan.theta_nats > 0).any():
+            require_full_float32()
+        size, device = cache.page_tokens, cache.device
+        lengths = plan.context + plan.n_tokens
+        rows: list[Row] = []
+        pages, offsets, positions = [], [], []
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        start = 0
+        for r in range(plan.n_rows):
+            n, length = int(plan.n_tokens[r]), int(lengths[r])
+            table = np.asarray(plan.pages(r, size), np.int64)
+            _check_row(int(plan.ids[r]), n, length, table, cache)
+            position = np.arange(length - n, length)
+            index = position // size
+            cache.sealed[table[index[0] :]] = False  # they are being written
+            pages.append(table[index])
+            offsets.append(position % size)
+            positions.append(position)
+            theta = float(plan.theta_nats[r]) if n == 1 and plan.samples[r] else 0.0
+            candidates = fixed = nothing
+            if theta > 0.0:
+                free = cache.sealed[table].copy()
+                free[: pruning.sink_pages] = False
+                free[max(0, table.shape[0] - pruning.recent_pages) :] = False
+                theta = theta if free.any() else 0.0
+                candidates = torch.from_numpy(np.flatnonzero(free)).to(device)
+                fixed = torch.from_numpy(np.flatnonzero(~free)).to(device)
+            rows.append(
+                Row(start, start + n, length - n, length, torch.from_numpy(table).to(device), theta, candidates, fixed)
+            )
+            start += n
+
+        def packed(parts: list[npt.NDArray[np.int64]]) -> torch.Tensor:
+            joined = np.concatenate(parts) if parts else np.empty(0, np.int64)
+            return torch.from_numpy(joined).to(device)
+
+        stops = np.cumsum(plan.n_tokens)
+        last = torch.from_numpy((stops - 1)[plan.samples].astype(np.int64)).to(device)
+        return cls(cache, pruning, rows, packed(pages), packed(offsets), packed(positions), last)
+
+    @property
+    def n_tokens(self) -> int:
+        """Packed tokens T."""
+        return int(self.page.shape[0])
+
+    @property
+    def cu_tokens(self) -> IntArray:
+        """Row boundaries in the packed axis, shape (R + 1,)."""
+        return np.array([0, *(row.stop for row in self.rows)], np.int64)
+
+    def filled_pages(self) -> IntArray:
+        """Return the ids of pages whose last slot this pass wrote."""
+        full = self.page[self.offset == self.cache.page_tokens - 1]
+        return np.asarray(full.cpu().numpy(), np.int64)
+
+    def record_dense(self, tokens: int) -> None:
+        """Account for reading K and V of ``tokens`` tokens in one layer."""
+        self.kv_bytes += tokens * self.cache.token_bytes
+
+    def record_pruned(
+        self, row: int, kept: npt.NDArray[np.bool_], mass: FloatArray, read_tokens: float, output_error: float = 0.0
+    ) -> None:
+        """Account for one pruned layer of one row.
+
+        ``kept`` (n_kv_heads, P) over all pages of the row, ``mass`` (H,), ``read_tokens`` the tokens whose K and V were
+        read, mean over KV heads.
+        """
+        scored = int(self.rows[row].candidates.shape[0])
+        per_page = self.cache.score_page_bytes + (self.cache.value_page_bytes if self.want_output_error else 0)
+        self.kv_bytes += read_tokens * self.cache.token_bytes + scored * per_page
+        self._kept[row] += float(kept.mean())
+        self._layers[row] += 1
+        self._mass_sum[row] += float(mass.sum())
+        self._heads[row] += mass.shape[0]
+        self._mass_max[row] = max(self._mass_max[row], float(mass.max()))
+        self._error_max[row] = max(self._error_max[row], output_error)
+
+    def statistics(self) -> AttentionStatistics:
+        """Return what has been recorded since construction; call it after the forward pass."""
+        pruned = self._layers > 0
+        kept = np.where(pruned, self._kept / np.maximum(self._layers, 1), 1.0)
+        mean = self._mass_sum / np.maximum(self._heads, 1)
+        return AttentionStatistics(
+            kept, mean, self._mass_max.copy(), kl_nats(self._mass_max), self.kv_bytes, self._error_max.copy()
+        )
+
+
+def _check_row(request: int, n: int, length: int, table: npt.NDArray[np.int64], cache: PagedKVCache) -> None:
+    where = f"request {request}"
+    if n < 1:
+        raise BadInputError("a row without tokens", where=where, field="n_tokens", value=n, allowed=">= 1")
+    if table.shape[0] * cache.page_tokens < length:
+        raise BadInputError(
+            "block table too short",
+            where=where,
+            field="block_table",
+            value=f"{table.shape[0]} pages",
+            allowed=f"{-(-length // cache.page_tokens)} pages for {length} tokens",
+        )
+    if table.min() < 0 or table.max() >= cache.n_pages:
+        raise BadInputError(
+            "page id outside the cache",
+            where=where,
+            field="block_table",
+            value=(int(table.min()), int(table.max())),
+            allowed=f"[0, {cache.n_pages - 1}]",
+        )

@@ -1,0 +1,180 @@
+"""The attention function that transformers calls in every layer, for a packed batch over the paged cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from backends.attention.batch import PagedBatch, Row
+from backends.attention.pruned import pruned_decode
+from backends.attention.reference import Scoring, State, attend, visible, window_pages, with_sink
+from entropic_ctl.errors import BadInputError
+from entropic_ctl.pruning.select import heads_per_group
+
+__all__ = ["NAME", "gather", "paged_attention", "register"]
+
+NAME = "entropic_paged"
+
+
+def register() -> str:
+    """Register :func:`paged_attention` with transformers and return its name; calling it again changes nothing.
+
+    No mask function is registered, so transformers builds no mask and passes None.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, paged_attention)
+    return NAME
+
+
+def gather(pool: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
+    """Return the first ``length`` tokens of a page list: pool (pages, n_kv_heads, page, D) -> (n_kv_heads, length, D).
+
+    Slots past ``length`` are cut off, so whatever they hold never enters arithmetic.
+    """
+    pages = pool.index_select(0, table).transpose(0, 1)
+    return pages.reshape(pages.shape[0], -1, pages.shape[-1])[:, :length]
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged: PagedBatch | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write K and V of the packed tokens to the cache, then attend row by row.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Its ``layer_idx`` chooses the layer of the cache.
+    query : tensor, shape (1, H, T, D)
+    key, value : tensor, shape (1, n_kv_heads, T, D)
+    attention_mask : None
+        Causality follows from the positions in ``paged``.
+    paged : PagedBatch
+    scaling : float, optional
+        Default D ** -0.5.
+    sliding_window, softcap, s_aux
+        Layer options of the model: window in tokens, score cap, learned sink logit per query head.
+
+    Returns
+    -------
+    tensor, shape (1, T, H, D), and None
+
+    Raises
+    ------
+    BadInputError
+        If ``paged`` is missing, head counts do not divide, or the model asks for something unsupported.
+    """
+    if paged is None:
+        raise BadInputError(
+            "the paged attention was called without its batch",
+            where=NAME,
+            field="paged",
+            remedy="call the model with paged=PagedBatch.from_plan(...) and use_cache=False",
+        )
+    _refuse(attention_mask, dropout, kwargs)
+    layer, cache = int(module.layer_idx), paged.cache
+    heads_per_group(query.shape[1], key.shape[1])
+    if key.shape[1:] != (cache.n_kv_heads, paged.n_tokens, cache.head_dim) or value.shape != key.shape:
+        raise BadInputError(
+            "keys or values do not fit the cache",
+            where=f"layer {layer}",
+            field="key, value",
+            value=(tuple(key.shape), tuple(value.shape)),
+            allowed=f"(1, {cache.n_kv_heads}, {paged.n_tokens}, {cache.head_dim})",
+        )
+    scoring = Scoring(cache.head_dim**-0.5 if scaling is None else float(scaling), softcap)
+    cache.write(layer, key[0], value[0], paged.page, paged.offset)
+    out = torch.empty(query.shape[2], query.shape[1], query.shape[3], dtype=query.dtype, device=query.device)
+    for r, row in enumerate(paged.rows):
+        q = query[0, :, row.start : row.stop]
+        if row.theta_nats > 0.0 and layer >= paged.pruning.dense_layers and sliding_window is None:
+            o = pruned_decode(paged, layer, r, q[:, 0], scoring, s_aux=s_aux).unsqueeze(1)
+        else:
+            o = _dense(paged, layer, row, q, scoring, window=sliding_window, s_aux=s_aux)
+        out[row.start : row.stop] = o.transpose(0, 1)
+    return out.unsqueeze(0), None
+
+
+def _refuse(attention_mask: torch.Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:
+    asked = {
+        "attention_mask": attention_mask is not None,
+        "dropout": bool(dropout),
+        "position_bias": kwargs.get("position_bias") is not None,
+        "output_attentions": bool(kwargs.get("output_attentions")),
+    }
+    for name, wanted in asked.items():
+        if wanted:
+            raise BadInputError(
+                "not supported by paged attention",
+                where=NAME,
+                field=name,
+                remedy="call the model in eval mode with paged=... and no mask",
+            )
+
+
+def _dense(
+    paged: PagedBatch,
+    layer: int,
+    row: Row,
+    query: torch.Tensor,
+    scoring: Scoring,
+    *,
+    window: int | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    """Exact causal attention of one row, (H, n, D) -> (H, n, D); float32 accumulation."""
+    cache, n, scale = paged.cache, row.stop - row.start, scoring.scale
+    size, table, length = cache.page_tokens, row.table, row.length
+    mask: torch.Tensor | None = None
+    if window is not None and n == 1:
+        pages = window_pages(length, window, size, paged.sink_tokens)
+        index = torch.tensor(pages, device=table.device)
+        slot = (index.unsqueeze(1) * size + torch.arange(size, device=table.device)).reshape(-1)
+        table, length = table[index], length - (pages[-1] + 1 - len(pages)) * size
+        mask = ((slot >= row.length - window) | (slot < paged.sink_tokens))[None, :length]
+    elif n > 1:
+        mask = visible(row.context, n, query.device, window, paged.sink_tokens)
+    k, v = gather(cache.k[layer], table, length), gather(cache.v[layer], table, length)
+    paged.record_dense(length)
+    n_heads, dim = query.shape[0], query.shape[2]
+    group = n_heads // cache.n_kv_heads
+    if scoring.softcap is None and s_aux is None:
+        if n > 1 and row.context == 0 and window is None:
+            o = scaled_dot_product_attention(
+                query[None],
+                k[None].to(query.dtype),
+                v[None].to(query.dtype),
+                is_causal=True,
+                scale=scale,
+                enable_gqa=True,
+            )[0]
+        elif n > 1:
+            k, v = (x.to(query.dtype).repeat_interleave(group, dim=0)[None] for x in (k, v))
+            o = scaled_dot_product_attention(query[None], k, v, attn_mask=mask, scale=scale)[0]
+        else:  # the query heads of a group as queries of their KV head
+            q = query.reshape(1, cache.n_kv_heads, group, dim)
+            o = scaled_dot_product_attention(q, k[None].to(q.dtype), v[None].to(q.dtype), attn_mask=mask, scale=scale)
+            o = o.reshape(n_heads, 1, dim)
+        return o
+    grouped = query.reshape(cache.n_kv_heads, group * n, dim)
+    if mask is not None:
+        mask = mask.repeat(group, 1)  # (group * n, T): query heads outer, tokens inner
+    state = attend(grouped, k, v, scoring, mask)
+    out = State(state.out.reshape(n_heads, n, dim), state.lse.reshape(n_heads, n))
+    if s_aux is not None:
+        out = with_sink(out, s_aux.reshape(n_heads, 1))
+    return out.out.to(query.dtype)

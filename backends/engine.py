@@ -1,0 +1,441 @@
+"""The real engine: it executes step plans with real forward passes and a real clock.
+
+One step: plan, one packed forward pass over all rows (ragged, no padding), temper, sample, observe. What to run, with
+which temperature and which pages, is decided by :class:`entropic_ctl.loop.Loop`, the same object the simulator drives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import heapq
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from entropic_ctl.loop import Loop
+from torch import Tensor
+
+from backends.attention import PagedBatch, register
+from backends.audit import AuditTable, kl_nats
+from backends.kv_cache import PagedKVCache
+from backends.models import LoadedModel
+from backends.sampling import SamplingParams, TorchLogitView, process, sample
+from backends.text import TextStream
+from entropic_ctl.certificates import Verdict
+from entropic_ctl.config import RunConfig
+from entropic_ctl.errors import BadInputError, NoProgressError
+from entropic_ctl.signals import Finish, FinishReason, Request, StepPlan, StepResult
+
+__all__ = ["Engine", "Output"]
+
+_IDLE_LIMIT = 1000
+OnText = Callable[[int, str], None]
+Probe = Callable[[StepPlan, Any, Tensor], None]
+
+
+@dataclass
+class Output:
+    """What became of one request; complete once ``finish`` is set.
+
+    Parameters
+    ----------
+    id : int
+    prompt_ids, token_ids : list of int
+        The prompt, and what was generated (an end-of-text token included).
+    text : str
+        Generated text, cut before a stop string.
+    arrival_s, first_token_s, end_s : float
+        Engine clock; NaN until it happened.
+    finish : Finish or None
+    """
+
+    id: int
+    prompt_ids: list[int]
+    arrival_s: float
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    first_token_s: float = float("nan")
+    end_s: float = float("nan")
+    finish: Finish | None = None
+
+
+@dataclass
+class _Job:
+    """A request that has not left yet."""
+
+    request: Request
+    params: SamplingParams
+    known: list[int]
+    stream: TextStream | None
+    output: Output
+
+
+class Engine:
+    """Run requests on a model under a control loop.
+
+    Parameters
+    ----------
+    config : RunConfig
+        ``engine`` and ``loop`` are used; the model is given.
+    model : LoadedModel
+        From :func:`backends.models.load`. Its attention implementation is switched to the paged one.
+    verdict, uncertified, recorder
+        Passed to :class:`entropic_ctl.loop.Loop`.
+    metrics : entropic_ctl.metrics.Metrics, optional
+        Collector fed with every submission, refusal and step.
+    clock, sleep : callable
+        Seconds now; wait that many seconds. The engine's time 0 is its construction, audits are left out.
+    probe : callable(plan, rows, logits), optional
+        Shown the raw logits (M, n) of the sampling rows of every step (``rows`` index the plan).
+
+    Raises
+    ------
+    UncertifiedError
+        If the temperature law needs a certificate that ``verdict`` does not give.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: LoadedModel,
+        *,
+        verdict: Verdict | None = None,
+        uncertified: bool = False,
+        recorder: Any = None,
+        metrics: Any = None,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+        probe: Probe | None = None,
+    ) -> None:
+        limits = dataclasses.replace(
+            config.engine, max_context=min(config.engine.max_context, max(2, model.max_context))
+        )
+        self.config, self.model, self.metrics, self.limits = config, model, metrics, limits
+        self.loop = Loop(
+            config.loop, limits, model.vocab_size, verdict=verdict, uncertified=uncertified, recorder=recorder
+        )
+        network, shape = model.model, model.shape
+        self.device, self.dtype = network.device, network.dtype
+        network.set_attn_implementation(register())
+        self.cache = PagedKVCache(
+            shape.layers,
+            shape.kv_heads,
+            shape.head_dim,
+            pages=limits.pages,
+            page_tokens=limits.page_tokens,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.audit = AuditTable()
+        self.outputs: dict[int, Output] = {}
+        self._pruning = config.loop.pruning.config
+        self._greedy_law = config.loop.temperature.config.temperature == 0.0
+        self._jobs: dict[int, _Job] = {}
+        self._waiting: list[tuple[float, int]] = []  # arrivals in the future
+        self._next_id = 0
+        self._clock, self._sleep, self._probe = clock, sleep, probe
+        self._origin = clock()
+        self._idle_steps = 0
+
+    # -- requests ---------------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """Return the engine's time in seconds: real time since construction, audits left out."""
+        return self._clock() - self._origin
+
+    @property
+    def idle(self) -> bool:
+        """True when every request has left."""
+        return not self._jobs
+
+    def submit(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        arrival_s: float | None = None,
+        chat: bool = True,
+    ) -> int:
+        """Hand in a request and return its id.
+
+        Parameters
+        ----------
+        prompt : str or sequence of int
+            Text (through the chat template if ``chat`` and the model has one), or token ids.
+        params : SamplingParams, optional
+        arrival_s : float, optional
+            Engine time at which the request enters; in the future it waits outside until then. Default: now.
+
+        Raises
+        ------
+        BadInputError
+            If the prompt is empty, a token id lies outside the vocabulary, or stop strings meet a model without
+            tokenizer. A request that the engine can never serve is not an error: it leaves with ``REJECTED``.
+        """
+        params = params or SamplingParams()
+        ids = self.model.prompt_ids(prompt, chat=chat) if isinstance(prompt, str) else [int(t) for t in prompt]
+        self._validate(ids, params)
+        number = self._next_id
+        self._next_id += 1
+        arrival = self.now() if arrival_s is None else float(arrival_s)
+        request = Request(
+            id=number,
+            arrival_s=arrival,
+            prompt_tokens=len(ids),
+            max_new_tokens=params.max_new_tokens,
+            greedy=params.greedy or self._greedy_law,
+            prefix_hashes=self._prefix_hashes(ids),
+        )
+        stream = TextStream(self.model.decode, params.stop) if self.model.tokenizer is not None else None
+        output = Output(number, ids, arrival)
+        self.outputs[number] = output
+        self._jobs[number] = _Job(request, params, list(ids), stream, output)
+        heapq.heappush(self._waiting, (arrival, number))
+        return number
+
+    def _validate(self, ids: list[int], params: SamplingParams) -> None:
+        top = self.model.vocab_size - 1
+        if not ids:
+            raise BadInputError("empty prompt", where="submit", field="prompt", allowed="at least 1 token")
+        for name, tokens in (("prompt", ids), ("allowed", params.allowed or ())):
+            if bad := next((token for token in tokens if not 0 <= token <= top), None):
+                raise BadInputError(
+                    "token outside the vocabulary", where="submit", field=name, value=bad, allowed=f"[0, {top}]"
+                )
+        if params.stop and self.model.tokenizer is None:
+            raise BadInputError("the model has no tokenizer", where="submit", field="stop", value=params.stop)
+
+    def _prefix_hashes(self, ids: list[int]) -> tuple[int, ...]:
+        """Chained 63-bit hash of each full page of the prompt; empty unless prefixes are cached."""
+        if not self.limits.prefix_caching:
+            return ()
+        size, out, chain = self.limits.page_tokens, [], b""
+        for start in range(0, len(ids) - size + 1, size):
+            page = np.asarray(ids[start : start + size], np.int64).tobytes()
+            chain = hashlib.blake2b(chain + page, digest_size=16).digest()
+            out.append(int.from_bytes(chain[:8], "little") >> 1)
+        return tuple(out)
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request now, free its pages, and return whether it was there."""
+        if request_id not in self._jobs:
+            return False
+        self.loop.cancel(request_id)
+        self._leave(Finish(request_id, FinishReason.CANCELLED), None)
+        return True
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    def run(self, *, on_text: OnText | None = None, progress: Callable[[int, int], None] | None = None) -> list[Output]:
+        """Step until every request has left; return all outputs in order of submission.
+
+        Parameters
+        ----------
+        on_text : callable(id, text), optional
+            Called with each piece of text as it becomes certain.
+        progress : callable(left, total), optional
+            Called after each step.
+        """
+        while not self.idle:
+            self.step(on_text=on_text)
+            if progress is not None:
+                progress(len(self.outputs) - len(self._jobs), len(self.outputs))
+        return [self.outputs[number] for number in sorted(self.outputs)]
+
+    def stream(self) -> Iterator[tuple[int, str]]:
+        """Step until idle, yielding (id, text) as text becomes certain."""
+        pieces: list[tuple[int, str]] = []
+        while not self.idle:
+            self.step(on_text=lambda number, text: pieces.append((number, text)))
+            yield from pieces
+            pieces.clear()
+
+    def step(self, *, on_text: OnText | None = None) -> StepResult | None:
+        """Run one iteration; return its result, or None if nothing could run (then it waited for an arrival)."""
+        now = self._arrivals(on_text)
+        plan = self.loop.plan(now)
+        for finish in plan.rejected:
+            self._refuse(finish, on_text)
+        if plan.n_rows == 0:
+            self._wait(now)
+            return None
+        self._idle_steps = 0
+        result = self._execute(plan, on_text)
+        finished = self.loop.observe(result)
+        if self.metrics is not None:
+            self.metrics.step(plan, result, finished)
+        for finish in finished:
+            self._leave(finish, on_text)
+        return result
+
+    def _arrivals(self, on_text: OnText | None) -> float:
+        now = self.now()
+        while self._waiting and self._waiting[0][0] <= now:
+            _, number = heapq.heappop(self._waiting)
+            job = self._jobs.get(number)
+            if job is None:  # cancelled before it arrived
+                continue
+            if self.metrics is not None:
+                self.metrics.submitted(job.request)
+            refusal = self.loop.submit(job.request)
+            if refusal is not None:
+                self._refuse(refusal, on_text)
+        return now
+
+    def _refuse(self, finish: Finish, on_text: OnText | None) -> None:
+        if finish.id in self._jobs:
+            if self.metrics is not None:
+                self.metrics.refused(finish)
+            self._leave(finish, on_text)
+
+    def _wait(self, now: float) -> None:
+        self._idle_steps += 1
+        if self._waiting:
+            self._sleep(max(0.0, self._waiting[0][0] - now))
+        elif self._jobs and self._idle_steps > _IDLE_LIMIT:
+            raise NoProgressError(f"{len(self._jobs)} requests are live but {_IDLE_LIMIT} plans in a row ran none")
+
+    def _leave(self, finish: Finish, on_text: OnText | None) -> None:
+        job = self._jobs.pop(finish.id, None)
+        if job is None:
+            return
+        output = job.output
+        if job.stream is not None:
+            rest = job.stream.finish()
+            output.text = job.stream.text
+            if rest and on_text is not None:
+                on_text(finish.id, rest)
+        output.finish, output.end_s = finish, self.now()
+
+    # -- one forward pass -------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _execute(self, plan: StepPlan, on_text: OnText | None) -> StepResult:
+        jobs = [self._jobs[int(i)] for i in plan.ids]
+        rows = np.flatnonzero(plan.samples)
+        inputs = self._pack(plan, jobs, rows)
+        dense = self._dense_logits(plan, inputs)
+        batch = PagedBatch.from_plan(plan, self.cache, self._pruning)
+        logits = self._forward(batch, inputs)
+        self.cache.seal(batch)
+        statistics = batch.statistics()
+        if self._probe is not None and rows.size:
+            self._probe(plan, rows, logits)
+        ids, tokens, tempered, finished = self._choose(plan, jobs, rows, logits, on_text)
+        if dense is not None:
+            self._record_audit(plan, rows, logits, dense)
+        kept = np.asarray(statistics.kept_fraction, np.float64)
+        return StepResult(
+            step=plan.step,
+            start_s=plan.now_s,
+            end_s=self.now(),
+            token_ids=ids,
+            tokens=tokens,
+            **tempered,
+            kept_fraction=kept,
+            pruned_mass_mean=np.asarray(statistics.pruned_mass_mean, np.float64),
+            pruned_mass_max=np.asarray(statistics.pruned_mass_max, np.float64),
+            certificate_max=np.asarray(statistics.certificate_max, np.float64),
+            kv_bytes=float(statistics.kv_bytes),
+            flops=self._flops(plan, rows.size, kept),
+            finished=tuple(finished),
+        )
+
+    def _pack(self, plan: StepPlan, jobs: list[_Job], rows: Any) -> dict[str, Tensor]:
+        """Tokens, positions and the places of the sampling rows' last tokens, packed without padding."""
+        spans = list(zip(plan.context.tolist(), plan.n_tokens.tolist(), strict=True))
+        tokens = [t for job, (start, count) in zip(jobs, spans, strict=True) for t in job.known[start : start + count]]
+        ends = np.cumsum(plan.n_tokens)
+        positions = np.arange(int(ends[-1])) - np.repeat(ends - plan.n_tokens - plan.context, plan.n_tokens)
+        return {
+            "input_ids": torch.tensor(tokens, dtype=torch.long, device=self.device)[None],
+            "position_ids": torch.as_tensor(positions, dtype=torch.long, device=self.device)[None],
+            "logits_to_keep": torch.as_tensor(ends[rows] - 1, dtype=torch.long, device=self.device),
+        }
+
+    def _forward(self, batch: PagedBatch, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the raw logits of the sampling rows, float32 (M, n)."""
+        out: Tensor = self.model.model(**inputs, use_cache=False, paged=batch).logits
+        return out[0].float()
+
+    def _dense_logits(self, plan: StepPlan, inputs: dict[str, Tensor]) -> Tensor | None:
+        """On audited steps, run the same tokens dense first; the pruned pass then overwrites the new K and V."""
+        every = self.limits.audit_every
+        if not every or plan.step % every or not (plan.samples & (plan.theta_nats > 0)).any():
+            return None
+        before = self._clock()
+        exact = dataclasses.replace(plan, theta_nats=np.zeros_like(plan.theta_nats))
+        logits = self._forward(PagedBatch.from_plan(exact, self.cache, self._pruning), inputs)
+        self._origin += self._clock() - before
+        return logits
+
+    def _record_audit(self, plan: StepPlan, rows: Any, pruned: Tensor, dense: Tensor) -> None:
+        before = self._clock()
+        hit = np.flatnonzero((plan.theta_nats[rows] > 0) & (plan.n_tokens[rows] == 1))
+        if hit.size:
+            index = torch.as_tensor(hit, device=pruned.device)
+            a, b = pruned[index], dense[index]
+            entropies = (TorchLogitView(b).model_entropy, TorchLogitView(a).model_entropy)
+            self.audit.add(plan, rows[hit], kl_nats(a, b), *entropies)
+        self._origin += self._clock() - before
+
+    def _choose(
+        self, plan: StepPlan, jobs: list[_Job], rows: Any, logits: Tensor, on_text: OnText | None
+    ) -> tuple[Any, Any, dict[str, Any], list[Finish]]:
+        """Temper and sample; extend texts; return (ids, tokens, per-token columns, driver-ended requests)."""
+        picked = [jobs[row] for row in rows]
+        params = [job.params for job in picked]
+        processed = process(logits, params, [job.known for job in picked])
+        tempered = self.loop.temper(TorchLogitView(logits, processed))
+        good = np.flatnonzero(tempered.valid)
+        tokens = sample(
+            processed[torch.as_tensor(good, device=logits.device)] if good.size < rows.size else processed,
+            tempered.temperature[good],
+            plan.greedy[rows[good]],
+            [params[i] for i in good],
+            [len(picked[i].output.token_ids) for i in good],
+        )
+        finished = [
+            Finish(picked[i].request.id, FinishReason.EMPTY_SUPPORT, "no token has a finite logit")
+            for i in np.flatnonzero(~tempered.valid)
+        ]
+        now = self.now() if good.size else 0.0
+        for i, token in zip(good, tokens.tolist(), strict=True):
+            reason = self._accept(picked[i], token, now, on_text)
+            if reason is not None:
+                finished.append(Finish(picked[i].request.id, reason))
+        columns = {
+            "temperature": tempered.temperature[good],
+            "model_entropy": tempered.model_entropy[good],
+            "tempered_entropy": tempered.tempered_entropy[good],
+            "varentropy": tempered.varentropy[good],
+        }
+        return plan.ids[rows[good]], tokens, columns, finished
+
+    def _accept(self, job: _Job, token: int, now: float, on_text: OnText | None) -> FinishReason | None:
+        output = job.output
+        if not output.token_ids:
+            output.first_token_s = now
+        output.token_ids.append(token)
+        job.known.append(token)
+        if token in self.model.eos_ids:
+            return FinishReason.EOS
+        if job.stream is None:
+            return None
+        delta = job.stream.push(token)
+        output.text = job.stream.text
+        if delta and on_text is not None:
+            on_text(job.request.id, delta)
+        return FinishReason.STOP if job.stream.stopped else None
+
+    def _flops(self, plan: StepPlan, sampled: int, kept: Any) -> float:
+        """Multiply-adds of the pass times 2: weights per token, output head per sampling row, attention per pair."""
+        shape = self.model.shape
+        n, context = plan.n_tokens.astype(np.float64), plan.context.astype(np.float64)
+        pairs = np.where(plan.n_tokens == 1, kept * (context + 1), n * context + n * (n + 1) / 2)
+        weights = 2.0 * shape.body_parameters * n.sum() + 2.0 * shape.hidden * self.model.vocab_size * sampled
+        return float(weights + 4.0 * shape.layers * shape.heads * shape.head_dim * pairs.sum())

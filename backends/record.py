@@ -1,0 +1,198 @@
+"""Record an entropy bank from any model the engine runs: what the simulator replays.
+
+Trajectories come from the real engine at one fixed temperature each; the response to the pruning budget is measured
+teacher-forced on real text. All randomness derives from one seed: the same model on the same machine
+gives the same bank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from backends.engine import Engine, Output
+from backends.models import LoadedModel
+from backends.prompts import PROMPTS, Prompt, document_ids
+from backends.response import measure_response
+from backends.sampling import SamplingParams, TorchLogitView
+from entropic_ctl import bank as banks
+from entropic_ctl import config as configs
+from entropic_ctl.bank import Bank
+from entropic_ctl.pruning.base import PruningConfig
+from entropic_ctl.signals import FinishReason, FloatArray, StepPlan
+
+__all__ = ["record"]
+
+Progress = Callable[[str, int, int], None]
+TEMPERATURES = (0.3, 0.6, 0.9, 1.2, 1.6)
+GRID = (0.2, 0.35, 0.5, 0.7, 0.9, 1.1, 1.35, 1.65, 2.0)
+CONTEXTS = (512, 1024, 2048, 4096)
+THETAS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2)
+
+
+def record(
+    model: LoadedModel,
+    *,
+    seed: int = 0,
+    prompts: Sequence[Prompt] = PROMPTS,
+    temperatures: Sequence[float] = TEMPERATURES,
+    max_new_tokens: int = 96,
+    grid: Sequence[float] = GRID,
+    contexts: Sequence[int] = CONTEXTS,
+    thetas: Sequence[float] = THETAS,
+    texts: int = 2,
+    positions: int = 16,
+    page_tokens: int = 16,
+    pruning: PruningConfig | None = None,
+    command: str = "entropic record",
+    progress: Progress | None = None,
+) -> Bank:
+    """Record a bank.
+
+    Parameters
+    ----------
+    model : LoadedModel
+    seed : int
+        Root of all random numbers.
+    prompts : sequence of Prompt
+    temperatures : increasing floats
+        Each prompt is sampled once at each.
+    max_new_tokens : int
+        Longer texts are cut, and marked as not ended.
+    grid : increasing floats
+        Temperatures at which each step's entropy and varentropy are tabulated.
+    contexts, thetas, texts, positions, pruning
+        See :func:`backends.response.measure_response`; ``texts`` is how many stretches of the long document are used.
+    page_tokens : int
+    command : str
+        Stamped into the bank: what made it.
+    progress : callable(stage, done, total), optional
+
+    Returns
+    -------
+    Bank
+    """
+    say = progress or (lambda *_: None)
+    rule = pruning or PruningConfig()
+    trajectories: list[_Trajectory] = []
+    for at, temperature in enumerate(temperatures):
+        say("trajectories", at, len(temperatures))
+        trajectories += _generate(
+            model,
+            temperature,
+            prompts=prompts,
+            seeds=[np.random.SeedSequence([seed, at, number]) for number in range(len(prompts))],
+            max_new_tokens=max_new_tokens,
+            grid=grid,
+            page_tokens=page_tokens,
+        )
+    say("trajectories", len(temperatures), len(temperatures))
+    needed = contexts[-1] + positions
+    response = measure_response(
+        model,
+        [document_ids(model, needed, start=i * needed) for i in range(texts)],
+        contexts,
+        thetas,
+        positions=positions,
+        page_tokens=page_tokens,
+        pruning=rule,
+        progress=lambda done, total: say("response to theta", done, total),
+    )
+    kinds = tuple(dict.fromkeys(prompt.kind for prompt in prompts))
+    tables = [t.table for t in trajectories]
+    g = len(grid)
+    joined = np.concatenate(tables).astype(np.float32)
+    return Bank(
+        meta={
+            "schema": banks.SCHEMA,
+            "model": model.name,
+            "vocab_size": model.vocab_size,
+            "seed": seed,
+            "command": command,
+            "kinds": list(kinds),
+            "page_tokens": page_tokens,
+            "dense_layers": rule.dense_layers,
+            "prompts": len(prompts),
+            "max_new_tokens": max_new_tokens,
+            "dtype": str(model.model.dtype).removeprefix("torch."),
+            "selection": rule.selection,
+            "texts": texts,
+            "positions": positions,
+        },
+        grid=np.asarray(grid, np.float64),
+        prompt_kind=np.array([kinds.index(prompts[t.prompt].kind) for t in trajectories], np.int64),
+        prompt=np.array([t.prompt for t in trajectories], np.int64),
+        temperature=np.array([t.temperature for t in trajectories], np.float64),
+        offset=np.concatenate([[0], np.cumsum([len(table) for table in tables])]).astype(np.int64),
+        ended=np.array([t.ended for t in trajectories], np.bool_),
+        model_entropy=joined[:, 0],
+        entropy_grid=joined[:, 1 : g + 1],
+        varentropy_grid=joined[:, g + 1 :],
+        theta=np.asarray(thetas, np.float64),
+        context=np.asarray(contexts, np.float64),
+        **vars(response),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trajectory:
+    """One text: ``table`` (tokens, 1 + 2 G) holds model entropy, entropies and varentropies on the grid."""
+
+    prompt: int
+    temperature: float
+    ended: bool
+    table: FloatArray
+
+
+class _GridProbe:
+    """Collects, per request and token, the entropies of the step's distribution on a grid of temperatures."""
+
+    def __init__(self, grid: Sequence[float]) -> None:
+        self._grid = tuple(grid)
+        self.rows: dict[int, list[FloatArray]] = {}
+
+    def __call__(self, plan: StepPlan, rows: Any, logits: Tensor) -> None:
+        """Tabulate the step (signature of the engine's probe)."""
+        view = TorchLogitView(logits)
+        pairs = [view.at(np.full(rows.shape[0], t)) for t in self._grid]
+        columns = [view.model_entropy, *(h for h, _ in pairs), *(v for _, v in pairs)]
+        for number, values in zip(plan.ids[rows].tolist(), np.stack(columns, axis=1), strict=True):
+            self.rows.setdefault(number, []).append(values)
+
+
+def _generate(
+    model: LoadedModel,
+    temperature: float,
+    *,
+    prompts: Sequence[Prompt],
+    seeds: Sequence[np.random.SeedSequence],
+    max_new_tokens: int,
+    grid: Sequence[float],
+    page_tokens: int,
+) -> list[_Trajectory]:
+    """Sample every prompt once at one temperature through the real engine."""
+    law = {"law": "fixed", "temperature": temperature, "t_min": min(temperature, 0.3), "t_max": max(temperature, 1.6)}
+    ids = [model.prompt_ids(prompt.text, chat=prompt.chat) for prompt in prompts]
+    pages = sum(-(-(len(prompt) + max_new_tokens) // page_tokens) for prompt in ids) + 1
+    run = configs.from_mapping(
+        {"engine": {"pages": pages, "page_tokens": page_tokens}, "loop": {"temperature": law}}, where="record"
+    )
+    probe = _GridProbe(grid)
+    engine = Engine(run, model, probe=probe)
+    for prompt, sequence in zip(ids, seeds, strict=True):
+        key = int(sequence.generate_state(1, np.uint64)[0] >> 1)
+        engine.submit(prompt, SamplingParams(max_new_tokens=max_new_tokens, seed=key))
+    outputs: list[Output] = engine.run()
+    return [
+        _Trajectory(
+            prompt=number,
+            temperature=float(temperature),
+            ended=output.finish is not None and output.finish.reason is FinishReason.EOS,
+            table=np.stack(probe.rows[output.id][: len(output.token_ids)]),
+        )
+        for number, output in enumerate(outputs)
+    ]

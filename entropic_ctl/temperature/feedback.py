@@ -1,0 +1,83 @@
+"""The paper's micro law: entropy feedback on u = ln T. High entropy lowers T, low entropy raises it.
+
+    u+ = clip(u - clip(k phi(H - H*), -r, r), ln T_min, ln T_max)
+
+phi is odd and non-decreasing with slope 1 at 0 and between 0 and 1 elsewhere (``linear``: e; ``tanh``: s tanh(e/s)).
+T_t = exp(u_t) samples token t; after the token is accepted u_{t+1} follows from H_t(T_t): integral action on the
+previous error, hence a gain certificate (0 < k < 2 / V_max(n) at lag 0).
+
+Anti-windup: the state *is* the clamped u, so saturation stores nothing and the law leaves a clamp at the first error of
+the other sign. Clamps and rate limit are non-expansive, so they keep the contraction that the certificate proves.
+The paper describes the law in words; the formula, the choice of u = ln T, the rate limit and the clamps are ours.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from array_api_compat import array_namespace
+
+from entropic_ctl import fields
+from entropic_ctl.signals import Array, LogitView
+from entropic_ctl.temperature.base import TemperatureConfig, TemperatureLaw
+
+__all__ = ["Config", "Feedback", "build"]
+
+
+@dataclass(frozen=True)
+class Config(TemperatureConfig):
+    """Target, gain and shape of the feedback."""
+
+    target_nats: float = fields.number(1.5, 0.0, 20.0, "H*: tempered entropy to hold, nats")
+    gain: float = fields.number(0.05, -10.0, 10.0, "k in u = ln T per nat; negative is the wrong sign (refuted)")
+    phi: str = fields.choice("linear", ("linear", "tanh"), "shape of the error")
+    phi_scale_nats: float = fields.number(2.0, 0.0, 100.0, "tanh: error at which it saturates, nats", open_lo=True)
+    rate_limit: float = fields.number(0.25, 0.0, 10.0, "largest change of u per token; 0 is no limit")
+
+
+class Feedback:
+    """Entropy feedback with clamps, rate limit and anti-windup."""
+
+    integral_action: ClassVar[bool] = True
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._low, self._high = math.log(config.t_min), math.log(config.t_max)
+
+    def start(self) -> float:
+        """Return ln T0 (for a greedy configuration: u = 0 moved inside the clamps; never used)."""
+        u = math.log(self.config.temperature) if self.config.temperature > 0 else 0.0
+        return min(max(u, self._low), self._high)
+
+    def temper(self, u: Array, view: LogitView) -> tuple[Array, Array, Array]:
+        """Return (exp u, tempered entropy, varentropy)."""
+        xp = array_namespace(u)
+        temperature = xp.clip(xp.exp(u), self.config.t_min, self.config.t_max)
+        return temperature, *view.at(temperature)
+
+    def update(self, u: Array, tempered_entropy: Array) -> Array:
+        """Return the next u; an entry whose entropy is NaN keeps its u.
+
+        Parameters
+        ----------
+        u : array, shape (M,)
+            State, u = ln T.
+        tempered_entropy : array, shape (M,), nats
+            Entropy at the temperature that sampled the accepted token.
+        """
+        xp = array_namespace(u)
+        config = self.config
+        error = xp.astype(tempered_entropy, u.dtype, copy=False) - config.target_nats
+        if config.phi == "tanh":
+            error = config.phi_scale_nats * xp.tanh(error / config.phi_scale_nats)
+        change = -config.gain * error
+        if config.rate_limit > 0:
+            change = xp.clip(change, -config.rate_limit, config.rate_limit)
+        return xp.where(xp.isnan(change), u, xp.clip(u + change, self._low, self._high))
+
+
+def build(config: Config) -> TemperatureLaw:
+    """Return the law."""
+    return Feedback(config)

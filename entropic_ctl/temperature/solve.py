@@ -1,0 +1,110 @@
+"""Same-step micro law *(ours)*: the temperature at which *this* step's distribution has entropy H*.
+
+H(u) of softmax(z / exp u) is non-decreasing in u with slope V(u), the varentropy, so the root of H(u) = H* is unique
+wherever V > 0. Newton steps use V as slope; a bracket that starts as the clamps makes them safe:
+
+- a step that leaves the bracket goes to the clamp if that clamp was never evaluated, else to the middle;
+- a step that failed to halve the error is followed by a bisection, so each two iterations halve error or bracket;
+- a target outside [H(T_min), H(T_max)] (below ln of the number of tied maxima, say) ends at the nearer clamp.
+
+No state: every step starts from the base u0 = ln T0, so the result depends on the current distribution alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from array_api_compat import array_namespace
+
+from entropic_ctl import fields
+from entropic_ctl.signals import Array, LogitView
+from entropic_ctl.temperature.base import TemperatureConfig, TemperatureLaw
+
+__all__ = ["Config", "Solve", "build", "solve_u"]
+
+
+@dataclass(frozen=True)
+class Config(TemperatureConfig):
+    """Target and stopping rule of the solver."""
+
+    target_nats: float = fields.number(1.5, 0.0, 20.0, "H*: tempered entropy to hold, nats")
+    tolerance_nats: float = fields.number(1e-5, 1e-12, 1.0, "stop when |H - H*| is at most this")
+    max_iterations: int = fields.integer(64, 1, 1000, "bound on evaluations of the distribution per step")
+
+
+def solve_u(u: Array, view: LogitView, config: Config) -> tuple[Array, Array, Array]:
+    """Return (u, H, V) with H(u) = H* within the tolerance, or u at the nearer clamp.
+
+    Parameters
+    ----------
+    u : array, shape (M,)
+        Starting point (moved inside the clamps). A row whose entropy is NaN stays there.
+    view : LogitView
+        The step's own distributions.
+    config : Config
+        Target, clamps, tolerance and iteration bound.
+
+    Returns
+    -------
+    u, tempered_entropy, varentropy : arrays, shape (M,), dtype of ``u``
+        The last evaluated point of each row.
+    """
+    xp = array_namespace(u)
+    u_min, u_max = math.log(config.t_min), math.log(config.t_max)
+    low, high = xp.full_like(u, u_min), xp.full_like(u, u_max)
+    low_seen, high_seen = xp.zeros_like(u, dtype=xp.bool), xp.zeros_like(u, dtype=xp.bool)
+    previous = xp.full_like(u, xp.inf)
+    u = xp.clip(u, u_min, u_max)
+    for last in range(config.max_iterations - 1, -1, -1):
+        H, V = view.at(_temperature(u, config))
+        H, V = xp.astype(H, u.dtype, copy=False), xp.astype(V, u.dtype, copy=False)
+        error = H - config.target_nats
+        size = xp.abs(error)
+        below, above = error < 0, error > 0
+        low, low_seen = xp.where(below, u, low), low_seen | below
+        high, high_seen = xp.where(above, u, high), high_seen | above
+        active = (size > config.tolerance_nats) & (high - low > 1e-14 * xp.clip(xp.abs(u), 1.0, None))
+        if last == 0 or not bool(xp.any(active)):
+            break
+        newton = u - xp.where(active, error, 0.0) / xp.clip(V, 1e-30, None)
+        middle = 0.5 * (low + high)
+        proposal = xp.where(size > 0.5 * previous, middle, newton)
+        proposal = xp.where(proposal >= high, xp.where(high_seen, middle, high), proposal)
+        proposal = xp.where(proposal <= low, xp.where(low_seen, middle, low), proposal)
+        previous = xp.where(size > 0.5 * previous, xp.full_like(u, xp.inf), size)
+        u = xp.where(active, proposal, u)
+    return u, H, V
+
+
+def _temperature(u: Array, config: TemperatureConfig) -> Array:
+    xp = array_namespace(u)
+    return xp.clip(xp.exp(u), config.t_min, config.t_max)
+
+
+class Solve:
+    """T with H(T) = H* on the current distribution."""
+
+    integral_action: ClassVar[bool] = False
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def start(self) -> float:
+        """Return ln T0, where each step's search starts (0 for a greedy configuration, where it is never used)."""
+        return math.log(self.config.temperature) if self.config.temperature > 0 else 0.0
+
+    def temper(self, u: Array, view: LogitView) -> tuple[Array, Array, Array]:
+        """Return (T, tempered entropy, varentropy) at the solution."""
+        u, H, V = solve_u(u, view, self.config)
+        return _temperature(u, self.config), H, V
+
+    def update(self, u: Array, tempered_entropy: Array) -> Array:  # noqa: ARG002
+        """Return ``u`` unchanged: the law has no state."""
+        return u
+
+
+def build(config: Config) -> TemperatureLaw:
+    """Return the law."""
+    return Solve(config)

@@ -1,0 +1,323 @@
+r"""Entropy trajectories: what the simulated model would have shown the controllers, read from a recorded bank.
+
+**Which recording.** A request has a prompt and a uniform number xi. The bank holds each prompt sampled at several
+temperatures T_1 < T_2 < ... . At a step whose last temperature was T, with T_j <= T <= T_{j+1}, it reads the
+recording at T_{j+1} if xi < w and the one at T_j otherwise, w = ln(T / T_j) / ln(T_{j+1} / T_j). Choosing instead
+of averaging keeps the variance of the recorded entropies. The temperature of the step *before* selects (the base
+temperature at first), because this step's temperature is decided from what the step shows. Below T_1 and above the
+last recording the nearest one is read, and the tokens concerned are counted. Greedy requests read the lowest
+recorded temperature.
+
+**Which token, and the end of text.** Token i of a request is token i of the recording. In mode ``bank`` a request
+ends (EOS) once i reaches the end of a recording that ended by itself. A recording cut off by the recording limit
+says nothing about the end of the text: it is read again from its start (modulo). In mode ``limit`` every recording
+is.
+
+**Entropy at any temperature.** On the grid of u = ln T the bank has H and V = dH/du. Between two grid points H is
+the cubic Hermite interpolant with V as slopes, limited to three times the secant so that H is monotone in T
+(Fritsch and Carlson, 1980; the bank stores half-precision numbers); the varentropy reported is the derivative of
+that interpolant, so H and V stay consistent for a law that takes Newton steps. Temperatures outside the grid are an
+error.
+
+**Response to pruning.** Kept share, certificates, KL and the shift of the entropy are bilinear in (context, theta).
+Below the first recorded context they go to those of dense attention at context 0; above the last they keep its
+value, which overstates what is read (the kept share falls with context), and the tokens concerned are counted. The
+entropy shift is added to the model entropy and to the tempered one, floored at 0. A theta beyond the recorded ones
+is an error.
+
+The selection rule, the interpolations and the end-of-text rule are ours. All of it works on columns, one entry per
+row.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from entropic_ctl import bank as banks
+from entropic_ctl.bank import Bank
+from entropic_ctl.config import LoopConfig
+from entropic_ctl.errors import BadInputError
+from entropic_ctl.signals import FloatArray, IntArray
+
+__all__ = ["BankView", "Response", "Responses", "Trajectories", "load_bank"]
+
+_SLACK = 1e-9
+"""Relative distance by which a temperature may miss the grid (exp of a log) before it is an error."""
+
+
+def load_bank(path: str = "") -> Bank:
+    """Read a bank; the empty path is the one shipped with this package.
+
+    Raises
+    ------
+    BadInputError
+        If the file is missing or broken.
+    """
+    if path:
+        return banks.load(path)
+    with importlib.resources.as_file(importlib.resources.files("sim") / "data" / "smollm2-135m.npz") as shipped:
+        return banks.load(Path(shipped))
+
+
+class BankView:
+    """The distributions of one step, as recorded (implements ``LogitView``).
+
+    Parameters
+    ----------
+    model_entropy : FloatArray, shape (M,)
+    entropy, varentropy : FloatArray, shape (M, G)
+        On the grid, for each row.
+    log_grid : FloatArray, shape (G,)
+    shift : FloatArray, shape (M,), or None
+        Added to both entropies (response to pruning).
+    """
+
+    __slots__ = ("_H", "_V", "_flat", "_grid", "_model", "_shift", "_step")
+
+    def __init__(
+        self,
+        model_entropy: FloatArray,
+        entropy: FloatArray,
+        varentropy: FloatArray,
+        log_grid: FloatArray,
+        shift: FloatArray | None = None,
+    ) -> None:
+        rows, points = entropy.shape
+        self._H, self._V, self._grid, self._shift = entropy.ravel(), varentropy.ravel(), log_grid, shift
+        self._flat, self._step = np.arange(rows) * points, np.diff(log_grid)
+        self._model = model_entropy if shift is None else np.maximum(model_entropy + shift, 0.0)
+
+    @property
+    def model_entropy(self) -> FloatArray:
+        """Entropy at temperature 1, shape (M,), nats."""
+        return self._model
+
+    def at(self, temperature: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Return tempered entropy and varentropy, each (M,), at ``temperature``, shape (M,).
+
+        Raises
+        ------
+        BadInputError
+            If a temperature lies outside the recorded grid.
+        """
+        u = np.log(temperature)
+        grid = self._grid
+        if u.size and not (u.min() >= grid[0] - _SLACK and u.max() <= grid[-1] + _SLACK):
+            raise BadInputError(
+                "temperature outside the recorded grid",
+                where="entropy bank",
+                field="temperature",
+                value=[float(temperature.min()), float(temperature.max())],
+                allowed=f"[{np.exp(grid[0]):g}, {np.exp(grid[-1]):g}]",
+            )
+        j = np.clip(np.searchsorted(grid, u, side="right") - 1, 0, grid.shape[0] - 2)
+        width, at = self._step[j], self._flat + j
+        h0, h1 = self._H[at], self._H[at + 1]
+        s = np.clip((u - grid[j]) / width, 0.0, 1.0)
+        rise = np.maximum(h1 - h0, 0.0)
+        m0 = np.minimum(self._V[at] * width, 3.0 * rise)
+        m1 = np.minimum(self._V[at + 1] * width, 3.0 * rise)
+        a, b = m0 + m1 - 2.0 * rise, 3.0 * rise - 2.0 * m0 - m1  # H = h0 + s (m0 + s (b + s a))
+        entropy = h0 + s * (m0 + s * (b + s * a))
+        varentropy = np.maximum(m0 + s * (2.0 * b + 3.0 * s * a), 0.0) / width
+        if self._shift is not None:
+            entropy = np.maximum(entropy + self._shift, 0.0)
+        return entropy, varentropy
+
+
+@dataclass(frozen=True, slots=True)
+class Responses:
+    """The response to pruning, per row (columns of shape (R,))."""
+
+    kept: FloatArray
+    certificate_mean: FloatArray
+    certificate_max: FloatArray
+    mass_mean: FloatArray
+    kl: FloatArray
+    entropy_shift: FloatArray
+
+
+class Response:
+    """Bilinear tables of a bank's response to theta.
+
+    Parameters
+    ----------
+    bank : Bank
+    """
+
+    def __init__(self, bank: Bank) -> None:
+        names = ("kept", "certificate_mean", "certificate_max", "mass_mean", "kl", "entropy_shift")
+        table = np.stack([getattr(bank, name) for name in names])  # (6, C, A)
+        dense = np.zeros((len(names), 1, bank.theta.shape[0]))
+        dense[0] = 1.0
+        self._context = np.concatenate(([0.0], bank.context))
+        self._theta = bank.theta
+        self._table = np.concatenate((dense, table), axis=1).reshape(len(names), -1)
+        self.beyond_context = 0
+        """Rows so far whose context lay above the last recorded one."""
+
+    def __call__(self, context: IntArray, theta: FloatArray) -> Responses:
+        """Interpolate at (context in tokens, theta in nats), each of shape (R,).
+
+        Raises
+        ------
+        BadInputError
+            If a theta lies outside the recorded ones.
+        """
+        if theta.size and not (theta.min() >= 0.0 and theta.max() <= self._theta[-1] * (1 + _SLACK)):
+            raise BadInputError(
+                "theta outside the recorded response",
+                where="entropy bank",
+                field="theta_nats",
+                value=[float(theta.min()), float(theta.max())],
+                allowed=f"[0, {self._theta[-1]:g}]",
+            )
+        wide = self._theta.shape[0]
+        self.beyond_context += int(np.count_nonzero(context > self._context[-1]))
+        i = np.clip(np.searchsorted(self._context, context, side="right") - 1, 0, self._context.shape[0] - 2)
+        j = np.clip(np.searchsorted(self._theta, theta, side="right") - 1, 0, wide - 2)
+        x = np.clip((context - self._context[i]) / (self._context[i + 1] - self._context[i]), 0.0, 1.0)
+        y = np.clip((theta - self._theta[j]) / (self._theta[j + 1] - self._theta[j]), 0.0, 1.0)
+        at, table = i * wide + j, self._table
+        low = table[:, at] * (1 - y) + table[:, at + 1] * y
+        high = table[:, at + wide] * (1 - y) + table[:, at + wide + 1] * y
+        return Responses(*(low * (1 - x) + high * x))
+
+
+class Trajectories:
+    """The place of every request in its recordings: columns indexed by request id.
+
+    Parameters
+    ----------
+    bank : Bank
+    prompt : IntArray, shape (N,)
+        Prompt index of each request, in [0, ``prompts``).
+    xi : FloatArray, shape (N,)
+        Uniform numbers in [0, 1).
+    base_temperature : float
+        Temperature that selects the recording of the first token (greedy: the lowest recorded one is taken).
+    ends : bool
+        True: the recorded end of text ends a request.
+
+    Raises
+    ------
+    BadInputError
+        If the bank does not hold every prompt at every temperature.
+    """
+
+    def __init__(self, bank: Bank, prompt: IntArray, xi: FloatArray, *, base_temperature: float, ends: bool) -> None:
+        self.bank, self.response = bank, Response(bank)
+        self._log_grid = np.log(bank.grid)
+        self._table, temperatures = _index(bank)
+        self._log_recorded = np.log(temperatures)
+        self._start, self._length = bank.offset[:-1], np.diff(bank.offset)
+        self._prompt, self._xi, self._ends = prompt, xi, ends
+        base = temperatures[0] if base_temperature <= 0 else base_temperature
+        self._u = np.full(prompt.shape[0], np.log(base))
+        self._token = np.zeros(prompt.shape[0], np.int64)
+        self._model = bank.model_entropy
+        self.clamped_tokens = 0
+        """Tokens so far whose temperature lay outside the recorded sampling temperatures."""
+
+    @staticmethod
+    def count_prompts(bank: Bank) -> int:
+        """Return the number of selectable prompts: recordings per temperature (repeats count one each)."""
+        return int(_index(bank)[0].shape[0])
+
+    def select(self, ids: IntArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+        """Return (row of the bank's token tables, whether this token is its text's last) for each request, (M,)."""
+        u, recorded = self._u[ids], self._log_recorded
+        if recorded.shape[0] > 1:
+            self.clamped_tokens += int(np.count_nonzero((u < recorded[0] - _SLACK) | (u > recorded[-1] + _SLACK)))
+            j = np.clip(np.searchsorted(recorded, u, side="right") - 1, 0, recorded.shape[0] - 2)
+            column = j + (self._xi[ids] < (u - recorded[j]) / (recorded[j + 1] - recorded[j]))
+        else:
+            column = np.zeros(ids.shape[0], np.int64)
+        k = self._table[self._prompt[ids], column]
+        token, length = self._token[ids], self._length[k]
+        if not self._ends:
+            return self._start[k] + token % length, np.zeros(ids.shape[0], np.bool_)
+        own_end = self.bank.ended[k]
+        place = np.where(own_end, np.minimum(token, length - 1), token % length)
+        return self._start[k] + place, own_end & (token + 1 >= length)
+
+    def view(self, at: IntArray, shift: FloatArray | None = None) -> BankView:
+        """Return the distributions at the token rows ``at`` (from :meth:`select`), shifted by pruning."""
+        bank = self.bank
+        return BankView(
+            bank.model_entropy[at].astype(np.float64),
+            bank.entropy_grid[at].astype(np.float64),
+            bank.varentropy_grid[at].astype(np.float64),
+            self._log_grid,
+            shift,
+        )
+
+    def advance(self, ids: IntArray, temperature: FloatArray) -> None:
+        """Record that each request accepted one token, sampled at ``temperature`` (0 for greedy), shape (M,)."""
+        self._token[ids] += 1
+        floor = np.exp(self._log_recorded[0])
+        self._u[ids] = np.log(np.where(temperature > 0, temperature, floor))
+
+    def require_range(self, loop: LoopConfig) -> None:
+        """Check once that no temperature or theta the laws can ask for lies outside the recorded ones.
+
+        Raises
+        ------
+        BadInputError
+            Naming the configuration field, its value and the recorded range.
+        """
+        low, high = float(self.bank.grid[0]), float(self.bank.grid[-1])
+        law = loop.temperature.config
+        fixed = loop.temperature.name == "fixed" and law.temperature > 0
+        limits = {"temperature": law.temperature} if fixed else {"t_min": law.t_min, "t_max": law.t_max}
+        if law.temperature > 0:
+            for name, value in limits.items():
+                if not low * (1 - _SLACK) <= value <= high * (1 + _SLACK):
+                    raise BadInputError(
+                        "outside the temperatures of the entropy bank",
+                        field=f"loop.temperature.{name}",
+                        value=value,
+                        allowed=f"[{low:g}, {high:g}]",
+                        remedy="narrow the clamps or record a wider bank",
+                    )
+        top = float(self.bank.theta[-1])
+        for name, value in vars(loop.pruning.config).items():
+            if name.startswith("theta") and isinstance(value, float) and value > top * (1 + _SLACK):
+                raise BadInputError(
+                    "beyond the budgets of the entropy bank",
+                    field=f"loop.pruning.{name}",
+                    value=value,
+                    allowed=f"[0, {top:g}] nats",
+                    remedy="lower it or record a wider bank",
+                )
+
+
+def _index(bank: Bank) -> tuple[IntArray, FloatArray]:
+    """Return (trajectory by prompt and temperature, recorded temperatures); a repeat is a prompt of its own."""
+    temperatures, column = np.unique(bank.temperature, return_inverse=True)
+    prompts, row = np.unique(bank.prompt, return_inverse=True)
+    counts = np.zeros((prompts.shape[0], temperatures.shape[0]), np.int64)
+    np.add.at(counts, (row, column), 1)
+    repeats = counts.min(axis=1)
+    if (repeats < 1).any() or temperatures[0] <= 0:
+        missing = int(prompts[int(np.argmin(repeats))])
+        raise BadInputError(
+            "a prompt is not recorded at every temperature (all above 0)",
+            where="entropy bank",
+            field="prompt",
+            value=missing,
+            allowed=f"one recording at each of {temperatures.tolist()}",
+            remedy="record it anew with `entropic record`",
+        )
+    first = np.concatenate(([0], np.cumsum(repeats)))
+    table = np.empty((int(first[-1]), temperatures.shape[0]), np.int64)
+    for r in range(prompts.shape[0]):
+        for c in range(temperatures.shape[0]):
+            found = np.flatnonzero((row == r) & (column == c))
+            table[first[r] : first[r + 1], c] = found[: repeats[r]]
+    return table, temperatures
