@@ -23,7 +23,7 @@ from backends.attention import PagedBatch, register
 from backends.audit import AuditTable, kl_nats
 from backends.kv_cache import PagedKVCache
 from backends.models import LoadedModel
-from backends.sampling import SamplingParams, TorchLogitView, process, sample
+from backends.sampling import SamplingParams, TorchLogitView, process, sample, to_host
 from backends.text import TextStream
 from entropic_ctl.certificates import Verdict
 from entropic_ctl.config import RunConfig
@@ -133,7 +133,7 @@ class Engine:
         self.audit = AuditTable()
         self.outputs: dict[int, Output] = {}
         self._pruning = config.loop.pruning.config
-        self._greedy_law = config.loop.temperature.config.temperature == 0.0
+        self._prunes = config.loop.pruning.name != "off"
         self._jobs: dict[int, _Job] = {}
         self._waiting: list[tuple[float, int]] = []  # arrivals in the future
         self._next_id = 0
@@ -187,7 +187,7 @@ class Engine:
             arrival_s=arrival,
             prompt_tokens=len(ids),
             max_new_tokens=params.max_new_tokens,
-            greedy=params.greedy or self._greedy_law,
+            greedy=params.greedy,
             prefix_hashes=self._prefix_hashes(ids),
         )
         stream = TextStream(self.model.decode, params.stop) if self.model.tokenizer is not None else None
@@ -224,7 +224,8 @@ class Engine:
         """End a request now, free its pages, and return whether it was there."""
         if request_id not in self._jobs:
             return False
-        self.loop.cancel(request_id)
+        if self.loop.cancel(request_id) and self.metrics is not None:
+            self.metrics.cancelled(request_id, self.now())
         self._leave(Finish(request_id, FinishReason.CANCELLED), None)
         return True
 
@@ -258,9 +259,9 @@ class Engine:
         """Run one iteration; return its result, or None if nothing could run (then it waited for an arrival)."""
         now = self._arrivals(on_text)
         plan = self.loop.plan(now)
-        for finish in plan.rejected:
-            self._refuse(finish, on_text)
         if plan.n_rows == 0:
+            for finish in plan.rejected:
+                self._refuse(finish, on_text)
             self._wait(now)
             return None
         self._idle_steps = 0
@@ -268,7 +269,7 @@ class Engine:
         finished = self.loop.observe(result)
         if self.metrics is not None:
             self.metrics.step(plan, result, finished)
-        for finish in finished:
+        for finish in (*plan.rejected, *finished):
             self._leave(finish, on_text)
         return result
 
@@ -287,10 +288,9 @@ class Engine:
         return now
 
     def _refuse(self, finish: Finish, on_text: OnText | None) -> None:
-        if finish.id in self._jobs:
-            if self.metrics is not None:
-                self.metrics.refused(finish)
-            self._leave(finish, on_text)
+        if self.metrics is not None:
+            self.metrics.refused(finish, self.now())
+        self._leave(finish, on_text)
 
     def _wait(self, now: float) -> None:
         self._idle_steps += 1
@@ -317,11 +317,12 @@ class Engine:
     def _execute(self, plan: StepPlan, on_text: OnText | None) -> StepResult:
         jobs = [self._jobs[int(i)] for i in plan.ids]
         rows = np.flatnonzero(plan.samples)
-        inputs = self._pack(plan, jobs, rows)
+        inputs = self._pack(plan, jobs)
         dense = self._dense_logits(plan, inputs)
         batch = PagedBatch.from_plan(plan, self.cache, self._pruning)
         logits = self._forward(batch, inputs)
-        self.cache.seal(batch)
+        if self._prunes:
+            self.cache.seal(batch)
         statistics = batch.statistics()
         if self._probe is not None and rows.size:
             self._probe(plan, rows, logits)
@@ -345,24 +346,24 @@ class Engine:
             finished=tuple(finished),
         )
 
-    def _pack(self, plan: StepPlan, jobs: list[_Job], rows: Any) -> dict[str, Tensor]:
-        """Tokens, positions and the places of the sampling rows' last tokens, packed without padding."""
+    def _pack(self, plan: StepPlan, jobs: list[_Job]) -> Tensor:
+        """Return the tokens of all rows, packed without padding, int64 (1, T)."""
         spans = list(zip(plan.context.tolist(), plan.n_tokens.tolist(), strict=True))
         tokens = [t for job, (start, count) in zip(jobs, spans, strict=True) for t in job.known[start : start + count]]
-        ends = np.cumsum(plan.n_tokens)
-        positions = np.arange(int(ends[-1])) - np.repeat(ends - plan.n_tokens - plan.context, plan.n_tokens)
-        return {
-            "input_ids": torch.tensor(tokens, dtype=torch.long, device=self.device)[None],
-            "position_ids": torch.as_tensor(positions, dtype=torch.long, device=self.device)[None],
-            "logits_to_keep": torch.as_tensor(ends[rows] - 1, dtype=torch.long, device=self.device),
-        }
+        return torch.tensor(tokens, dtype=torch.long, device=self.device)[None]
 
-    def _forward(self, batch: PagedBatch, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the raw logits of the sampling rows, float32 (M, n)."""
-        out: Tensor = self.model.model(**inputs, use_cache=False, paged=batch).logits
+    def _forward(self, batch: PagedBatch, tokens: Tensor) -> Tensor:
+        """Return the raw logits of the sampling rows, float32 (M, n), in plan order."""
+        out: Tensor = self.model.model(
+            input_ids=tokens,
+            position_ids=batch.positions[None],
+            use_cache=False,
+            logits_to_keep=batch.last_index,
+            paged=batch,
+        ).logits
         return out[0].float()
 
-    def _dense_logits(self, plan: StepPlan, inputs: dict[str, Tensor]) -> Tensor | None:
+    def _dense_logits(self, plan: StepPlan, inputs: Tensor) -> Tensor | None:
         """On audited steps, run the same tokens dense first; the pruned pass then overwrites the new K and V."""
         every = self.limits.audit_every
         if not every or plan.step % every or not (plan.samples & (plan.theta_nats > 0)).any():
@@ -379,7 +380,7 @@ class Engine:
         if hit.size:
             index = torch.as_tensor(hit, device=pruned.device)
             a, b = pruned[index], dense[index]
-            entropies = (TorchLogitView(b).model_entropy, TorchLogitView(a).model_entropy)
+            entropies = (to_host(TorchLogitView(x).model_entropy) for x in (b, a))
             self.audit.add(plan, rows[hit], kl_nats(a, b), *entropies)
         self._origin += self._clock() - before
 
@@ -391,7 +392,8 @@ class Engine:
         params = [job.params for job in picked]
         processed = process(logits, params, [job.known for job in picked])
         tempered = self.loop.temper(TorchLogitView(logits, processed))
-        good = np.flatnonzero(tempered.valid)
+        alive = tempered.valid & torch.isfinite(processed.amax(dim=-1)).cpu().numpy()
+        good = np.flatnonzero(alive)
         tokens = sample(
             processed[torch.as_tensor(good, device=logits.device)] if good.size < rows.size else processed,
             tempered.temperature[good],
@@ -401,7 +403,7 @@ class Engine:
         )
         finished = [
             Finish(picked[i].request.id, FinishReason.EMPTY_SUPPORT, "no token has a finite logit")
-            for i in np.flatnonzero(~tempered.valid)
+            for i in np.flatnonzero(~alive)
         ]
         now = self.now() if good.size else 0.0
         for i, token in zip(good, tokens.tolist(), strict=True):

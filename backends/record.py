@@ -18,7 +18,7 @@ from backends.engine import Engine, Output
 from backends.models import LoadedModel
 from backends.prompts import PROMPTS, Prompt, document_ids
 from backends.response import measure_response
-from backends.sampling import SamplingParams, TorchLogitView
+from backends.sampling import SamplingParams, TorchLogitView, to_host
 from entropic_ctl import bank as banks
 from entropic_ctl import config as configs
 from entropic_ctl.bank import Bank
@@ -159,7 +159,7 @@ class _GridProbe:
         """Tabulate the step (signature of the engine's probe)."""
         view = TorchLogitView(logits)
         pairs = [view.at(np.full(rows.shape[0], t)) for t in self._grid]
-        columns = [view.model_entropy, *(h for h, _ in pairs), *(v for _, v in pairs)]
+        columns = [to_host(view.model_entropy), *(h for h, _ in pairs), *(v for _, v in pairs)]
         for number, values in zip(plan.ids[rows].tolist(), np.stack(columns, axis=1), strict=True):
             self.rows.setdefault(number, []).append(values)
 

@@ -163,7 +163,7 @@ class _Reader:
         """Decode the token at ``context`` under every budget, dense last, and add what was measured to the rows."""
         pruned = {a: self.run(context, 1, theta) for a, theta in enumerate(thetas) if theta > 0}
         dense, _ = self.run(context, 1)
-        dense_entropy = TorchLogitView(dense).model_entropy[0]
+        dense_entropy = float(TorchLogitView(dense).model_entropy[0])
         for a, theta in enumerate(thetas):
             if theta == 0.0:
                 into["kept"][a] += 1.0
@@ -176,4 +176,4 @@ class _Reader:
             if batch.audits:
                 into["mass_mean"][a] += np.mean([audit.true_mass.mean() for audit in batch.audits])
             into["kl"][a] += kl_nats(logits, dense)[0]
-            into["entropy_shift"][a] += TorchLogitView(logits).model_entropy[0] - dense_entropy
+            into["entropy_shift"][a] += float(TorchLogitView(logits).model_entropy[0]) - dense_entropy

@@ -24,7 +24,7 @@ from entropic_ctl.entropy import moments, shifted
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FloatArray
 
-__all__ = ["SamplingParams", "TorchLogitView", "process", "sample", "uniform"]
+__all__ = ["SamplingParams", "TorchLogitView", "process", "sample", "to_host", "uniform"]
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ class SamplingParams:
         object.__setattr__(self, "stop", stop)
         if self.allowed is not None:
             object.__setattr__(self, "allowed", tuple(int(token) for token in self.allowed))
+            if not self.allowed:
+                raise BadInputError("no token may be generated", field="allowed", allowed="at least one, or None")
 
     @property
     def plain(self) -> bool:
@@ -128,11 +130,11 @@ class TorchLogitView:
     def __init__(self, raw: Tensor, processed: Tensor | None = None) -> None:
         shift = shifted(raw)
         self._processed = shift if processed is None or processed is raw else shifted(processed)
-        self._model_entropy = _host(moments(shift)[0])
+        self._model_entropy = moments(shift)[0]
 
     @property
-    def model_entropy(self) -> FloatArray:
-        """Entropy of the raw logits at temperature 1, float64 (M,), nats; NaN where the support is empty."""
+    def model_entropy(self) -> Tensor:
+        """Entropy of the raw logits at temperature 1, (M,) on their device, nats; NaN where the support is empty."""
         return self._model_entropy
 
     def at(self, temperature: Any) -> tuple[Any, Any]:
@@ -143,10 +145,11 @@ class TorchLogitView:
         on_device = isinstance(temperature, Tensor)
         t = torch.as_tensor(temperature, dtype=self._processed.dtype, device=self._processed.device)
         entropy, varentropy = moments(self._processed, t)
-        return (entropy, varentropy) if on_device else (_host(entropy), _host(varentropy))
+        return (entropy, varentropy) if on_device else (to_host(entropy), to_host(varentropy))
 
 
-def _host(values: Tensor) -> FloatArray:
+def to_host(values: Tensor) -> FloatArray:
+    """Return a tensor as a float64 NumPy array."""
     return values.to(device="cpu", dtype=torch.float64).numpy()
 
 

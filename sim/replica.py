@@ -320,7 +320,7 @@ def simulate(
     if cost is None:
         cost = costs.preset(config.cost.preset, page, config.loop.pruning.config.dense_layers)
     loop = Loop(config.loop, config.engine, int(bank.meta["vocab_size"]), verdict=verdict, uncertified=uncertified)
-    metrics = Metrics(page, keep_tokens=keep_tokens)
+    metrics = Metrics(page, keep_tokens=keep_tokens, target_nats=getattr(law, "target_nats", None))
     env = simpy.Environment()
     replica = Replica(
         env,

@@ -49,8 +49,17 @@ def make_bank(
     share = np.array([[1.0, 0.95, 0.85, 0.8, 0.7], [1.0, 0.7, 0.5, 0.4, 0.3], [1.0, 0.5, 0.26, 0.18, 0.11]])
     mass = np.broadcast_to(1 - np.exp(-theta), share.shape)
     bank = Bank(
-        meta={"schema": SCHEMA, "model": "synthetic", "vocab_size": VOCAB, "seed": seed, "kinds": ["noise"],
-              "page_tokens": 16, "dense_layers": 2, "prompts": prompts, "command": "tests"},
+        meta={
+            "schema": SCHEMA,
+            "model": "synthetic",
+            "vocab_size": VOCAB,
+            "seed": seed,
+            "kinds": ["noise"],
+            "page_tokens": 16,
+            "dense_layers": 2,
+            "prompts": prompts,
+            "command": "tests",
+        },
         grid=grid,
         prompt_kind=np.zeros(count, np.int64),
         prompt=np.repeat(np.arange(prompts), len(temperatures)),

@@ -52,7 +52,10 @@ def test_poisson_rate_is_the_documented_rate_and_rescales_the_same_arrivals() ->
 def test_sources_do_not_move_one_another(seed: int, kind: str) -> None:
     base = make_workload(WorkloadConfig(kind=kind, n_requests=20), seed, 7)
     other = make_workload(
-        WorkloadConfig(kind=kind, n_requests=20, prompt_tokens=999.0, output_cv=1.0, output_length="limit"), seed, 7, greedy=True
+        WorkloadConfig(kind=kind, n_requests=20, prompt_tokens=999.0, output_cv=1.0, output_length="limit"),
+        seed,
+        7,
+        greedy=True,
     )
     np.testing.assert_array_equal(base.arrival_s, other.arrival_s)
     np.testing.assert_array_equal(base.prompt, other.prompt)
@@ -95,13 +98,16 @@ def test_closed_loop_without_thinking_starts_at_once() -> None:
 def test_azure_rate_scale(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00,3,4\n2023-11-16 18:00:10,5,6\n2023-11-16 18:00:20,5,0\n"
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:00:00,3,4\n2023-11-16 18:00:10,5,6\n2023-11-16 18:00:20,5,0\n"
     )
     work = make_workload(
         WorkloadConfig(kind="azure", trace=str(path), rate_scale=4.0, n_requests=10, output_length="limit"), 0, 1
     )
     jobs = work.arrived(1e9)
-    assert [(j.request.arrival_s, j.request.prompt_tokens, j.request.max_new_tokens, j.output_tokens) for j in jobs] == [
+    assert [
+        (j.request.arrival_s, j.request.prompt_tokens, j.request.max_new_tokens, j.output_tokens) for j in jobs
+    ] == [
         (0.0, 3, 4, 4),
         (2.5, 5, 6, 6),
     ]
@@ -111,4 +117,6 @@ def test_azure_rate_scale(tmp_path: Path) -> None:
 def test_s9_a_workload_refuses_times_that_run_backwards() -> None:
     ones, config = np.ones(3, np.int64), WorkloadConfig()
     with pytest.raises(BadInputError, match="arrival_s"):
-        Workload(config, np.array([0.0, 5.0, 3.0]), prompt_tokens=ones, limit_tokens=ones, prompt=0 * ones, xi=np.zeros(3))
+        Workload(
+            config, np.array([0.0, 5.0, 3.0]), prompt_tokens=ones, limit_tokens=ones, prompt=0 * ones, xi=np.zeros(3)
+        )

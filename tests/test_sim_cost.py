@@ -56,7 +56,9 @@ def test_prefill_is_never_pruned() -> None:
     assert run(model, [(400, 7, True)], theta=0.1, kept=0.1) == run(model, [(400, 7, True)])
 
 
-@given(st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 300), st.booleans()), min_size=1, max_size=12), st.randoms())
+@given(
+    st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 300), st.booleans()), min_size=1, max_size=12), st.randoms()
+)
 def test_order_of_rows_does_not_matter_and_work_is_monotone(rows: list[tuple[int, int, bool]], random: Any) -> None:
     model = preset("a100-80-llama-3-8b")
     cost = run(model, rows)

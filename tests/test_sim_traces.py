@@ -114,7 +114,9 @@ def test_rows_without_output_are_reported_not_lost(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 99), st.integers(1, 99)), min_size=1, max_size=20))
-def test_any_order_equals_the_stable_sort(tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[int, int, int]]) -> None:
+def test_any_order_equals_the_stable_sort(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[int, int, int]]
+) -> None:
     path = write(tmp_path_factory.mktemp("a") / "t.csv", [f"2023-11-16 00:00:{s:02d},{p},{g}" for s, p, g in rows])
     trace = read_azure(path)
     expected = sorted(rows, key=lambda row: row[0])

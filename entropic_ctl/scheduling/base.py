@@ -25,6 +25,9 @@ class SchedulingConfig:
 
     wait_limit_steps: int = fields.integer(200, 1, 10**9, "W: unserved iterations that make a request overdue")
     quantum_steps: int = fields.integer(8, 1, 10**6, "q: iterations a seat is held before the order is drawn up again")
+    reduction_weight: float = fields.number(
+        0.2, 0.0, 1.0, "weight of the newest term in the EWMA of entropy reductions", open_lo=True
+    )
 
     def __post_init__(self) -> None:
         fields.check(self)

@@ -1,0 +1,194 @@
+"""The one controller object that both worlds drive: ``Loop`` = ``Policy`` (three laws) + ``Batcher`` (rows and pages).
+
+A driver repeats: submit what arrived; ``plan``; run the plan (a forward pass, or a cost model); ``temper`` the
+sampling rows; sample; ``observe``. The loop computes and holds no clock, no tensors and no randomness, so a log of
+these calls replays through a fresh loop to the same decisions (:mod:`entropic_ctl.replay`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from entropic_ctl import __version__, certificates
+from entropic_ctl.batching import Batcher
+from entropic_ctl.certificates import Verdict
+from entropic_ctl.config import EngineConfig, LoopConfig, resolve_loop
+from entropic_ctl.errors import BadInputError
+from entropic_ctl.policy import Policy
+from entropic_ctl.recording import FORMAT, RecordedView, Recorder
+from entropic_ctl.signals import Finish, FloatArray, IntArray, LogitView, Request, StepPlan, StepResult, Tempered
+
+__all__ = ["Loop", "Recorder"]
+
+
+class Loop:
+    """Plan, temper, observe.
+
+    Parameters
+    ----------
+    loop : LoopConfig
+        The three laws; ``fixed``, ``off`` and ``fcfs`` switch one off.
+    engine : EngineConfig
+    vocab_size : int
+        Part of what a gain certificate is about.
+    verdict : Verdict, optional
+        A checked certificate; needed when the temperature law feeds back a past error.
+    uncertified : bool
+        Run without one, said out loud.
+    recorder : Recorder, optional
+        Receives every call.
+    laws : tuple, optional
+        (temperature, pruning, scheduling) objects in place of those ``loop`` names; a replay needs the same.
+
+    Raises
+    ------
+    UncertifiedError
+        If the micro law needs a certificate and ``verdict`` does not prove it.
+    """
+
+    def __init__(
+        self,
+        loop: LoopConfig,
+        engine: EngineConfig,
+        vocab_size: int,
+        *,
+        verdict: Verdict | None = None,
+        uncertified: bool = False,
+        recorder: Recorder | None = None,
+        laws: tuple[Any, Any, Any] | None = None,
+    ) -> None:
+        temperature, pruning, scheduling = laws if laws is not None else loop.build()
+        certificates.require(
+            loop.temperature,
+            temperature.integral_action,
+            engine.observation_lag,
+            vocab_size,
+            verdict,
+            uncertified=uncertified,
+        )
+        self.policy = Policy(
+            temperature, pruning, scheduling, slots=engine.max_live, observation_lag=engine.observation_lag
+        )
+        self.batcher = Batcher(engine, scheduling.config)
+        self._recorder = recorder
+        self._plan: StepPlan | None = None
+        self._sampling: IntArray = np.empty(0, np.int64)
+        self._greedy = np.empty(0, np.bool_)
+        self._now_s = 0.0
+        if recorder is not None:
+            recorder.write(
+                "header",
+                format=FORMAT,
+                version=__version__,
+                loop=resolve_loop(loop),
+                engine=dataclasses.asdict(engine),
+                vocab_size=vocab_size,
+                uncertified=uncertified,
+                own_laws=laws is not None,
+            )
+
+    @property
+    def live(self) -> int:
+        """Admitted requests."""
+        return self.batcher.live
+
+    @property
+    def backlog(self) -> int:
+        """Submitted requests that wait for a slot."""
+        return self.batcher.backlog
+
+    def submit(self, request: Request) -> Finish | None:
+        """Queue a request; return a REJECTED finish, with the numbers, if it can never be served."""
+        outcome = self.batcher.submit(
+            dataclasses.replace(request, greedy=True) if self.policy.always_greedy else request
+        )
+        if self._recorder is not None:
+            self._recorder.submit(request, outcome)
+        return outcome
+
+    def cancel(self, request_id: int) -> bool:
+        """Remove a request and free its pages and state at once; False if it is not in the system."""
+        slot = self.batcher.slot_of(request_id)
+        found = self.batcher.cancel(request_id)
+        if slot is not None:
+            self.policy.stop(np.array([slot]))
+        if self._recorder is not None:
+            self._recorder.write("cancel", id=request_id, found=found)
+        return found
+
+    def plan(self, now_s: float) -> StepPlan:
+        """Decide the next iteration; a plan without rows means that nothing is in the system."""
+        admitted = self.batcher.admit()
+        if admitted.shape[0]:
+            self.policy.start(admitted)
+        self._now_s = now_s
+        plan = self.batcher.plan(now_s, self._score, self.policy.theta)
+        last = self._plan
+        if last is None or plan.samples is not last.samples:  # a repeated plan shares its row columns
+            self._sampling, self._greedy = plan.slots[plan.samples], plan.greedy[plan.samples]
+        self._plan = plan
+        if self._recorder is not None:
+            self._recorder.plan(plan)
+        return plan
+
+    def _score(self, slots: IntArray) -> FloatArray:
+        return self.policy.scores(self.batcher.view(self._now_s, slots, self.policy.signals(slots)))
+
+    def temper(self, view: LogitView) -> Tempered:
+        """Return temperatures for the last plan's sampling rows, in plan order.
+
+        Raises
+        ------
+        BadInputError
+            If no plan was made, or the view has another number of rows.
+        """
+        if self._plan is None:
+            raise BadInputError("temper before plan", where="Loop.temper", remedy="call plan first")
+        rows = self._sampling.shape[0]
+        if rows and view.model_entropy.shape != (rows,):
+            raise BadInputError(
+                "wrong number of rows",
+                where="Loop.temper",
+                field="view.model_entropy",
+                value=tuple(view.model_entropy.shape),
+                allowed=f"({rows},), one per sampling row",
+            )
+        if self._recorder is None:
+            return self.policy.temper(self._sampling, self._greedy, view)
+        recorded = RecordedView(view)
+        tempered = self.policy.temper(self._sampling, self._greedy, recorded)
+        self._recorder.temper(recorded, tempered)
+        return tempered
+
+    def observe(self, result: StepResult) -> tuple[Finish, ...]:
+        """Take in a step's result; return everything that left in it."""
+        _check_lengths(result)
+        outcome = self.batcher.observe(result)
+        slots, rows = outcome.token_slots, outcome.token_rows
+        if slots.shape[0]:
+            model, tempered = result.model_entropy, result.tempered_entropy
+            if rows.shape[0] < model.shape[0]:
+                model, tempered = model[rows], tempered[rows]
+            greedy = self.batcher.slots.greedy[slots]
+            self.policy.observe(slots, model, tempered, greedy)
+        if outcome.freed.shape[0]:
+            self.policy.stop(outcome.freed)
+        if self._recorder is not None:
+            self._recorder.observe(result, outcome.finished)
+        return outcome.finished
+
+
+def _check_lengths(result: StepResult) -> None:
+    count = result.token_ids.shape[0]
+    for name in ("model_entropy", "tempered_entropy"):
+        if getattr(result, name).shape[0] != count:
+            raise BadInputError(
+                "wrong length",
+                where="StepResult",
+                field=name,
+                value=getattr(result, name).shape[0],
+                allowed=f"{count}, one per accepted token",
+            )

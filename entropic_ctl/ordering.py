@@ -1,0 +1,101 @@
+"""Who goes first, and how a step's tokens are shared: pure functions of columns.
+
+The order has three groups. *Protected* rows hold a seat they got by being overdue, for q steps. *Overdue* rows have
+waited at least W iterations; the longest wait goes first. The rest is ordered by the policy's score. Ties break by
+arrival. Longest wait first is arrival order among rows that have not run since they arrived; for rows that have, it
+keeps a row that was just served from overtaking one that was not, which plain arrival order does when W is small.
+
+Waiting bound (ours; theorem 11 of the proof book): with at most N live rows, B seats and B rows that fit the pool
+together, no row waits more than W + ceil(N / B) q iterations for its next token, whatever the scores. If the pool
+cannot hold B of them together, N q replaces ceil(N / B) q.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from entropic_ctl.errors import BadInputError
+from entropic_ctl.signals import FloatArray, IntArray
+
+__all__ = ["draw_order", "share_tokens", "wait_bound"]
+
+
+def wait_bound(live: int, batch: int, wait_limit_steps: int, quantum_steps: int) -> int:
+    """Return W + ceil(N / B) q, the longest wait of any live request in iterations."""
+    return wait_limit_steps + -(-live // batch) * quantum_steps
+
+
+def draw_order(
+    step: int,
+    last_run: IntArray,
+    protected_until: IntArray,
+    arrival_order: IntArray,
+    score: FloatArray,
+    wait_limit_steps: int,
+) -> tuple[IntArray, npt.NDArray[np.int64]]:
+    """Sort live rows.
+
+    Parameters
+    ----------
+    step : int
+        The iteration being planned.
+    last_run : IntArray, shape (L,)
+        Iteration in which each row last ran (the one before its admission if it never did).
+    protected_until : IntArray, shape (L,)
+        First iteration in which the row's protection no longer holds.
+    arrival_order : IntArray, shape (L,)
+    score : FloatArray, shape (L,)
+        Higher first; infinities are allowed.
+    wait_limit_steps : int
+        W.
+
+    Returns
+    -------
+    order : IntArray, shape (L,)
+        Indices into the columns, first to last.
+    group : IntArray, shape (L,)
+        0 protected, 1 overdue, 2 rest, in the *returned order*.
+
+    Raises
+    ------
+    BadInputError
+        If a score is NaN or the policy returned a wrong shape.
+    """
+    if score.shape != last_run.shape:
+        raise BadInputError(
+            "wrong shape", where="scheduling policy", field="score", value=score.shape, allowed=str(last_run.shape)
+        )
+    if np.isnan(score).any():
+        raise BadInputError("NaN score", where="scheduling policy", field="score", value=score.tolist())
+    waited = step - 1 - last_run
+    protected = protected_until > step
+    group = np.where(protected, 0, np.where(waited >= wait_limit_steps, 1, 2))
+    key = np.where(group == 2, -score, np.where(protected, protected_until, -waited))
+    order = np.lexsort((arrival_order, key, group))
+    return order, group[order]
+
+
+def share_tokens(need: IntArray, first: npt.NDArray[np.bool_], budget: int, chunk: int) -> IntArray:
+    """Share the token budget of one step over rows in order.
+
+    Rows marked ``first`` (decode rows, and rows with a waiting guarantee) get one token before anything else, so a
+    long prefill never stalls a decode; what is left goes to prefill rows in order, at most ``chunk`` each.
+
+    Parameters
+    ----------
+    need : IntArray, shape (R,)
+        Known tokens not yet in the cache, >= 1.
+    first : bool array, shape (R,)
+    budget, chunk : int
+        ``budget`` must be at least the number of ``first`` rows.
+
+    Returns
+    -------
+    IntArray, shape (R,)
+        Tokens per row, possibly 0; the sum is at most ``budget``.
+    """
+    base = first.astype(np.int64)
+    extra = np.minimum(need, chunk) - base
+    before = np.cumsum(extra) - extra
+    return base + np.clip(budget - int(base.sum()) - before, 0, extra)

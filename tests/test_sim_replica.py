@@ -1,0 +1,339 @@
+"""The whole simulator: exact timelines for tiny workloads, conservation laws for random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import simpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from synthetic_bank import make_bank
+
+from entropic_ctl import config as configs
+from entropic_ctl.config import RunConfig, WorkloadConfig
+from entropic_ctl.errors import BadInputError, NoProgressError, UncertifiedError
+from entropic_ctl.metrics import Metrics
+from entropic_ctl.signals import Finish, FinishReason, Request, StepPlan, StepResult
+from sim.arrivals import Workload
+from sim.cost import LinearCost
+from sim.replica import MAX_IDLE_PLANS, Clock, Replica, SimulationResult, simulate
+from sim.trajectories import Trajectories
+
+BANK, _ = make_bank()
+NONE = np.empty(0, np.int64)
+
+
+def jobs(
+    prompts: Sequence[int],
+    outputs: Sequence[int],
+    arrivals: Sequence[float] | None = None,
+    *,
+    length: str = "limit",
+    greedy: bool = False,
+) -> Workload:
+    n = len(prompts)
+    return Workload(
+        WorkloadConfig(output_length=length),
+        np.zeros(n) if arrivals is None else np.array(arrivals, float),
+        prompt_tokens=np.array(prompts),
+        limit_tokens=np.array(outputs),
+        prompt=np.arange(n) % 4,
+        xi=np.linspace(0, 0.9, n),
+        greedy=greedy,
+    )
+
+
+def setup(loop: dict[str, Any] | None = None, **engine: int) -> RunConfig:
+    return configs.from_mapping({"engine": engine, "loop": loop or {}})
+
+
+def run(config: RunConfig, workload: Workload, cost: Any = None, **more: Any) -> SimulationResult:
+    return simulate(config, bank=BANK, workload=workload, cost=cost or LinearCost(0.0, 1.0), **more)
+
+
+def check_conservation(result: SimulationResult, engine_pages: int | None = None) -> None:
+    requests, steps, summary = result.requests, result.steps, result.summary
+    assert summary["requests_live"] == 0
+    assert summary["requests_in"] == summary["requests_out"] == len(requests["id"])
+    assert summary["requests_in"] == summary["requests_finished"] + summary["requests_refused"]
+    served = requests["output_tokens"] > 0
+    np.testing.assert_allclose((requests["ttft_s"] + requests["gap_sum_s"])[served], requests["e2e_s"][served])
+    assert requests["output_tokens"].sum() == steps["output_tokens"].sum() == summary["output_tokens"]
+    assert (steps["start_s"][1:] >= steps["end_s"][:-1]).all()
+    assert (steps["end_s"] >= steps["start_s"]).all()
+    if engine_pages is not None:
+        assert (steps["pages_held"] <= engine_pages).all()
+
+
+def test_one_request_has_an_exact_timeline() -> None:
+    """Prompt 10 in chunks of 4, 4, 2 (the last one samples), then three decode steps of one token."""
+    result = run(setup(prefill_chunk=4), jobs([10], [4], [2.5]))
+    assert result.steps["end_s"].tolist() == [6.5, 10.5, 12.5, 13.5, 14.5, 15.5]
+    assert result.requests["ttft_s"].tolist() == [10.0]
+    assert result.requests["e2e_s"].tolist() == [13.0]
+    assert result.requests["tpot_s"].tolist() == [1.0]
+    assert result.requests["status"].tolist() == ["length"]
+
+
+def test_s1_preemption_redoes_work_and_keeps_the_books() -> None:
+    """S1: 4 pages of 4 tokens, two requests of prompt 4 and output 8."""
+    result = run(setup(page_tokens=4, pages=4), jobs([4, 4], [8, 8]), keep_tokens=True)
+    check_conservation(result, 4)
+    assert result.summary["preemptions"] >= 1
+    assert result.requests["output_tokens"].tolist() == [8, 8]
+    assert result.summary["output_tokens"] == 16
+    assert result.tokens is not None
+    for request in (0, 1):
+        times = result.tokens["time_s"][result.tokens["id"] == request]
+        assert len(np.diff(times)) == 7
+        np.testing.assert_allclose(np.diff(times).sum(), result.requests["gap_sum_s"][request])
+    # work: every scheduled token takes one second here, and the last plan leaves the pool empty
+    assert result.summary["makespan_s"] == result.summary["scheduled_tokens"] > 2 * (4 + 7)
+
+
+def test_s2_impossible_work_is_refused_and_the_rest_served() -> None:
+    """S2: a prompt of 900 in a pool of 800 tokens."""
+    result = run(setup(page_tokens=16, pages=50), jobs([900, 10], [5, 5]))
+    check_conservation(result, 50)
+    assert result.requests["status"].tolist() == ["rejected", "length"]
+    assert result.summary["iterations"] == 5
+
+
+def test_s3_a_request_that_outgrows_the_pool_ends_by_the_capacity_policy() -> None:
+    """S3: prompt 790, output 100 in 800 tokens: 11 tokens (the last one needs no page)."""
+    result = run(setup(page_tokens=16, pages=50, prefill_chunk=512), jobs([790], [100]))
+    check_conservation(result, 50)
+    assert result.requests["status"].tolist() == ["kv_capacity"]
+    assert result.requests["output_tokens"].tolist() == [11]
+    assert result.summary["preemptions"] == 0
+
+
+def test_s4_validation_and_admission_agree() -> None:
+    """S4: capacity 800; up to a prompt of 800 one token can be sampled."""
+    prompts = [783, 784, 785, 799, 800, 801, 10]
+    result = run(setup(page_tokens=16, pages=50), jobs(prompts, [1] * 7))
+    check_conservation(result, 50)
+    assert result.requests["status"].tolist() == ["length"] * 5 + ["rejected", "length"]
+
+
+def test_s8_time_advances_through_preemption_with_a_cost_of_nothing_but_tokens() -> None:
+    """S8, first half: step time = 1e-4 * tokens, and still every step of S1 moves the clock."""
+    result = run(setup(page_tokens=4, pages=4), jobs([4, 4], [8, 8]), LinearCost(0.0, 1e-4))
+    assert result.summary["preemptions"] >= 1
+    assert (result.steps["end_s"] > result.steps["start_s"]).all()
+    assert result.summary["iterations"] < 100
+
+
+class StuckLoop:
+    """A control plane that never gets anywhere: it runs nothing, or redoes the same prefill for ever."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.plans, self.live, self.backlog = tokens, 0, 0, 0
+
+    def submit(self, request: Request) -> Finish | None:
+        self.live, self.id = 1, request.id
+        return None
+
+    def plan(self, now_s: float) -> StepPlan:
+        self.plans += 1
+        column = np.zeros(1 if self.tokens else 0, np.int64)
+        return StepPlan(
+            self.plans - 1, now_s, column + self.id, column, column, column + self.tokens, column > 0, column > 0,
+            column * 0.0, column, NONE, column + self.id, (), np.zeros((1, 1), np.int32), np.empty((0, 3), np.int32),
+        )  # fmt: skip
+
+    def observe(self, result: StepResult) -> tuple[Finish, ...]:
+        return ()
+
+
+@pytest.mark.parametrize(("tokens", "most"), [(0, MAX_IDLE_PLANS), (4, 10 * 64 // 4 + 1)])
+@pytest.mark.parametrize("base_s", [0.0, 0.5])
+def test_s8_no_progress_is_a_clear_error_within_a_bounded_number_of_events(
+    tokens: int, most: int, base_s: float
+) -> None:
+    loop, work = StuckLoop(tokens), jobs([4], [1])
+    trajectories = Trajectories(BANK, work.prompt, work.xi, base_temperature=0.8, ends=True)
+    env = simpy.Environment()
+    replica = Replica(
+        env,
+        loop,  # type: ignore[arg-type]
+        cost=LinearCost(base_s, 0.0),
+        trajectories=trajectories,
+        workload=work,
+        metrics=Metrics(4),
+        pool_tokens=64,
+    )
+    env.process(replica.run())
+    with pytest.raises(NoProgressError, match=r"no progress at step \d+.*1 live and 0 waiting"):
+        env.run()
+    assert loop.plans == most
+
+
+def test_s9_arrivals_out_of_order_in_the_file_are_served_in_stable_order(tmp_path: Path) -> None:
+    """S9: arrivals at 0, 5, 3, 5."""
+    rows = [f"2023-11-16 18:17:{s:02d}.0,{p},1" for s, p in ((0, 1), (5, 2), (3, 3), (5, 4))]
+    (tmp_path / "t.csv").write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    config = configs.from_mapping(
+        {
+            "workload": {"kind": "azure", "trace": str(tmp_path / "t.csv"), "output_length": "limit"},
+            "engine": {"max_batch": 1},
+        }
+    )
+    result = simulate(config, bank=BANK, cost=LinearCost(0.1, 0.0))
+    assert result.requests["arrival_s"].tolist() == [0, 3, 5, 5]
+    assert result.requests["prompt_tokens"].tolist() == [1, 3, 2, 4]
+    np.testing.assert_allclose(result.steps["end_s"], [0.1, 3.1, 5.1, 5.2])
+
+
+def test_s9_ten_steps_of_a_tenth_end_at_one_second_exactly() -> None:
+    result = run(setup(), jobs([1], [10]), LinearCost(0.1, 0.0))
+    assert result.steps["end_s"][-1] == 1.0
+    assert sum([0.1] * 10) != 1.0
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=50), st.floats(0, 1e9))
+def test_s9_the_clock_never_runs_backwards(steps: list[float], jump: float) -> None:
+    clock, before = Clock(), 0.0
+    for step in steps:
+        assert clock.advance(step) >= before
+        before = clock.now_s
+    assert clock.jump(jump) == max(before, jump)
+    with pytest.raises(NoProgressError):
+        clock.advance(-1e-9)
+
+
+@settings(max_examples=15)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(["burst", "poisson", "closed"]),
+    st.sampled_from(["bank", "limit"]),
+    st.integers(12, 60),
+    st.integers(1, 6),
+)
+def test_conservation_on_random_workloads(seed: int, kind: str, length: str, pages: int, batch: int) -> None:
+    config = configs.from_mapping(
+        {
+            "seed": seed,
+            "workload": {
+                "kind": kind, "n_requests": 12, "rate_per_s": 20.0, "users": 4, "think_s": 0.05, "prompt_tokens": 40.0,
+                "output_tokens": 20.0, "output_cv": 0.5, "output_length": length,
+            },
+            "engine": {
+                "pages": pages, "max_batch": batch, "max_batch_tokens": 64, "prefill_chunk": 32, "page_tokens": 4
+            },
+        }
+    )  # fmt: skip
+    result = simulate(config, bank=BANK)
+    check_conservation(result, pages)
+    if length == "limit":
+        done = result.requests["status"] == "length"
+        assert (result.requests["output_tokens"][done] == result.requests["max_new_tokens"][done]).all()
+    again = simulate(config, bank=BANK)
+    assert again.summary == result.summary  # a run is a function of its config
+
+
+def test_a_closed_loop_user_waits_for_its_answer_even_if_it_is_a_refusal() -> None:
+    config = configs.from_mapping(
+        {
+            "workload": {
+                "kind": "closed", "n_requests": 6, "users": 1, "prompt_tokens": 3.0, "prompt_cv": 0.0,
+                "output_tokens": 2.0, "output_length": "limit",
+            },
+            "engine": {"pages": 1, "page_tokens": 2},
+        }
+    )  # fmt: skip
+    result = simulate(config, bank=BANK, cost=LinearCost(1.0, 0.0))
+    assert result.requests["status"].tolist() == ["rejected"] * 6
+    roomy = configs.from_mapping({**configs.resolve(config), "engine": {"pages": 8}})
+    result = simulate(roomy, bank=BANK, cost=LinearCost(1.0, 0.0))
+    assert result.requests["arrival_s"].tolist() == [0, 2, 4, 6, 8, 10]
+
+
+def test_recorded_ends_of_text_finish_requests() -> None:
+    result = run(setup(), jobs([8] * 4, [500] * 4, length="bank"))
+    for prompt in range(4):
+        k = int(np.flatnonzero((BANK.prompt == prompt) & (BANK.temperature == 0.8))[0])
+        expected = np.diff(BANK.offset)[k] if BANK.ended[k] else 500
+        assert result.requests["output_tokens"][prompt] == expected
+        assert result.requests["status"][prompt] == ("eos" if BANK.ended[k] else "length")
+    assert {"eos", "length"} == set(result.requests["status"])
+
+
+def test_greedy_requests_read_the_lowest_recorded_temperature() -> None:
+    config = setup({"temperature": {"law": "fixed", "temperature": 0.0}})
+    result = run(config, jobs([8], [500], length="bank", greedy=True), keep_tokens=True)
+    assert result.requests["output_tokens"][0] == np.diff(BANK.offset)[0]  # prompt 0 at T = 0.4
+    assert result.tokens is not None
+    assert not result.tokens["temperature"].any()
+    np.testing.assert_allclose(result.tokens["model_entropy"], BANK.model_entropy[: BANK.offset[1]], rtol=1e-6)
+
+
+def test_an_uncertified_gain_is_refused() -> None:
+    config = setup({"temperature": {"law": "feedback", "gain": 0.03}})
+    with pytest.raises(UncertifiedError):
+        run(config, jobs([8], [5]))
+    check_conservation(run(config, jobs([8], [5]), uncertified=True))
+
+
+def test_a_law_that_can_leave_the_bank_is_refused() -> None:
+    config = setup({"temperature": {"law": "solve", "t_max": 9.0}})
+    with pytest.raises(BadInputError, match=r"loop.temperature.t_max.*0.25, 2"):
+        run(config, jobs([8], [5]))
+
+
+def test_feedback_holds_the_target_better_than_a_fixed_temperature_and_changes_lengths() -> None:
+    """The micro law is in the loop: the same random numbers, other temperatures, other texts."""
+    work = {"output_tokens": 400.0, "n_requests": 8}
+    base = configs.from_mapping({"workload": work})
+    closed = configs.from_mapping(
+        {"workload": work, "loop": {"temperature": {"law": "solve", "target_nats": 2.0, "t_min": 0.3, "t_max": 1.6}}}
+    )
+    a, b = (simulate(c, bank=BANK, keep_tokens=True) for c in (base, closed))
+    assert a.tokens is not None
+    assert b.tokens is not None
+    error_a, error_b = (np.abs(r.tokens["tempered_entropy"] - 2.0).mean() for r in (a, b) if r.tokens is not None)
+    assert error_b < 0.5 * error_a
+    assert a.requests["prompt_tokens"].tolist() == b.requests["prompt_tokens"].tolist()
+    assert a.requests["output_tokens"].tolist() != b.requests["output_tokens"].tolist()
+
+
+def test_progress_is_reported_and_ends_at_the_total() -> None:
+    calls: list[tuple[int, int, float]] = []
+    run(setup(), jobs([4] * 3, [300] * 3), progress=lambda *args: calls.append(args))
+    assert len(calls) >= 2
+    assert calls[-1][:2] == (3, 3)
+    assert [call[2] for call in calls] == sorted(call[2] for call in calls)
+
+
+def azure(path: Path, n: int) -> RunConfig:
+    return configs.from_mapping(
+        {
+            "workload": {"kind": "azure", "trace": str(path), "n_requests": n, "output_length": "limit"},
+            "engine": {"pages": 29_205, "max_batch": 128, "max_batch_tokens": 2048, "prefill_chunk": 512},
+            "cost": {"preset": "a100-80-llama-3-8b"},
+        }
+    )
+
+
+def test_azure_slice_is_served_in_full(azure_trace: Path) -> None:
+    result = simulate(azure(azure_trace, 300), bank=BANK)
+    check_conservation(result, 29_205)
+    assert result.summary["requests_finished"] == 300
+    np.testing.assert_array_equal(result.requests["output_tokens"], result.requests["max_new_tokens"])
+
+
+def test_whole_simulation_module_needs_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, sim.replica, sim.tune, sim.bench; sys.exit('torch' in sys.modules or 'optuna' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_finish_reasons_of_the_simulator_are_the_shared_ones() -> None:
+    result = run(setup(page_tokens=16, pages=50), jobs([900, 790, 10], [5, 100, 5]))
+    assert set(result.requests["status"]) <= {str(reason) for reason in FinishReason}
