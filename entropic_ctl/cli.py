@@ -95,8 +95,8 @@ def demo(
 ) -> None:
     """Show everything once: simulate, tune, certify, and run the tuned loop on a real model.
 
-    Fetches the default model if it is missing, takes a few minutes on two cores and writes `report.html` with figures. It
-    says plainly what got worse. Exit 1 only if a guarantee was violated (a certificate exceeded, a replay mismatch).
+    Fetches the default model if it is missing, takes a few minutes on two cores and writes `report.html` with figures.
+    It says plainly what got worse. Exit 1 only if a guarantee was violated (a certificate exceeded, a replay mismatch).
 
     Example: `entropic demo --out out/demo`
     """
@@ -125,6 +125,7 @@ def fetch(
 @app.command()
 def simulate(
     config: Config,
+    *,
     trace: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE", help="Azure CSV of arrivals, in place of the workload.")
     ] = None,
@@ -155,6 +156,7 @@ def simulate(
 
 @app.command()
 def generate(
+    *,
     prompt: Annotated[str | None, typer.Option("--prompt", help="The prompt.")] = None,
     prompt_file: Annotated[
         Path | None, typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from a UTF-8 file.")
@@ -179,7 +181,7 @@ def generate(
 ) -> None:
     """Generate text with the real engine, under the loop of a config.
 
-    On a terminal it shows text, entropy, temperature, budget and pages read while it runs; otherwise it streams the text.
+    On a terminal it shows text, entropy, temperature, budget and pages read while it runs; otherwise it streams text.
 
     Example: `entropic generate --prompt "Why is the sky blue?" --max-tokens 80`
     """
@@ -278,6 +280,7 @@ def replay(
 
 @app.command()
 def repro(
+    *,
     quick: Annotated[bool, typer.Option("--quick", help="The small version: a few minutes on two cores.")] = False,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for tables, figures and report.")] = Path(
         "out/repro"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from entropic_ctl import cli_live, cli_output, cli_run
-from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FinishReason
 
@@ -66,7 +64,14 @@ def generate(
     view = cli_live.GenerationView(console)
     sampling = cli_run.need("backends.sampling", "engine")
     params = sampling.SamplingParams(max_new_tokens=max_tokens, seed=config.seed, greedy=greedy, stop=stop)
-    engine = _engine(config, loaded, verdict, uncertified, log, cli_live.Tee(metrics, view))
+    engine = cli_run.need("backends.engine", "engine").Engine(
+        config,
+        loaded,
+        verdict=verdict,
+        uncertified=uncertified,
+        recorder=cli_run.recorder(log),
+        metrics=cli_live.Tee(metrics, view),
+    )
     number = engine.submit(text, params, chat=chat)
     if console.is_terminal:
         with view.showing():
@@ -94,9 +99,3 @@ def generate(
 def _stream(_: int, piece: str) -> None:
     sys.stdout.write(piece)
     sys.stdout.flush()
-
-
-def _engine(config: RunConfig, loaded: Any, verdict: Any, uncertified: bool, log: Path | None, metrics: Any) -> Any:
-    module = cli_run.need("backends.engine", "engine")
-    recorder = cli_run.recorder(log)
-    return module.Engine(config, loaded, verdict=verdict, uncertified=uncertified, recorder=recorder, metrics=metrics)

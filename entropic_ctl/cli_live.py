@@ -30,7 +30,7 @@ def sparkline(values: Sequence[float], width: int, top: float | None = None) -> 
     if ceiling <= 0:
         return _BARS[0] * len(shown)
     steps = np.clip(np.asarray(shown) / ceiling * (len(_BARS) - 1), 0, len(_BARS) - 1)
-    return "".join(_BARS[int(round(s))] for s in steps.tolist())
+    return "".join(_BARS[round(s)] for s in steps.tolist())
 
 
 @contextmanager

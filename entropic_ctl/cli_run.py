@@ -1,4 +1,4 @@
-"""What the commands do. Simulator, engine, proofs, figures and experiments are imported only by the command that runs them."""
+"""What the commands do. Simulator, engine, proofs, figures and experiments are imported only by the command in need."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ __all__ = [
     "write_json",
 ]
 
+_QUICK_RECORD = {"max_new_tokens": 16, "contexts": (256, 512), "texts": 1, "positions": 4}
 _OURS = ("entropic_ctl", "sim", "backends", "proofs", "figures", "paper_repro")
 
 
@@ -98,7 +99,7 @@ def load_model(config: RunConfig) -> Any:
 def certify(config: RunConfig, vocab_size: int, certificate: Path | None, *, uncertified: bool) -> Verdict | None:
     """Return the verdict a loop needs to start, or None if its law needs none (or ``uncertified`` was said).
 
-    A certificate file is checked; without one a proof is searched, written out in memory and checked all the same.
+    A certificate file is checked; without one a proof is searched and checked all the same.
     """
     law, _, _ = config.loop.build()
     given = certificates.read_certificate(certificate) if certificate is not None else None
@@ -122,7 +123,7 @@ def write_json(path: Path | None, values: Mapping[str, Any], config: RunConfig |
 
 def recorder(path: Path | None) -> Any:
     """Return a recorder that writes to ``path``, or None."""
-    return need("entropic_ctl.replay", "").Recorder(path) if path is not None else None
+    return need("entropic_ctl.recording", "").Recorder(path) if path is not None else None
 
 
 def _show(title: str, values: Mapping[str, Any]) -> None:
@@ -236,7 +237,12 @@ def record(out: Path, *, model: str | None, seed: int, quick: bool, json_file: P
     config = with_overrides(RunConfig(), seed=seed, model=model)
     loaded = load_model(config)
     with cli_live.progress("record") as report:
-        bank = recording.record(loaded, seed=seed, quick=quick, progress=report)
+        bank = recording.record(
+            loaded,
+            seed=seed,
+            **(_QUICK_RECORD if quick else {}),
+            progress=lambda stage, done, total: report(stage, done / max(1, total)),
+        )
     need("entropic_ctl.bank", "").save(bank, out)
     numbers = {"tokens": int(bank.model_entropy.shape[0]), "trajectories": int(bank.temperature.shape[0])}
     _show(str(out), numbers)
@@ -298,7 +304,7 @@ def replay(log: Path, *, tolerance: float, json_file: Path | None) -> int:
     values = dataclasses.asdict(report)
     _show("replay", values)
     write_json(json_file, values)
-    return 0 if report.first_difference is None else 1
+    return 0 if report.equal else 1
 
 
 def bench_sim(trace: Path | None, *, loop: bool, json_file: Path | None) -> None:
@@ -324,7 +330,11 @@ def bench_certificate(context: int, theta: float, model: str | None, *, json_fil
     cli_output.check_file(json_file, "--json")
     config = with_overrides(RunConfig(), model=model)
     loaded = load_model(config)
-    values = need("backends.attention.audit", "engine").audit(loaded, context=context, theta_nats=theta)
+    audit = need("backends.attention.audit", "engine")
+    tokens = need("backends.prompts", "engine").document_ids(loaded, context)
+    loaded.model.set_attn_implementation(need("backends.attention", "engine").register())
+    _say(f"decode the end of {context:,} tokens, pruned and dense")
+    values = dataclasses.asdict(audit.audit_certificate(loaded.model, tokens, theta))
     _show("certificate", values)
     write_json(json_file, values, config)
     return 0 if values["violations"] == 0 else 1

@@ -1,4 +1,4 @@
-"""The micro loop's phase portrait: log-temperature now against log-temperature after one update, with the certified gain."""
+"""The micro loop's phase portrait: log-temperature now and after one update, at a certified gain and past the limit."""
 
 from __future__ import annotations
 

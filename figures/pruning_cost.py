@@ -25,8 +25,8 @@ def draw(
     ----------
     response : table
         One row per (context, budget): ``context`` (tokens), ``theta_nats``, ``kept`` (share of pages read),
-        ``certificate_mean``, ``certificate_max`` (certified bounds on pruned softmax mass), ``mass_mean`` (true), ``kl``
-        (nats per token).
+        ``certificate_mean``, ``certificate_max`` (certified bounds on pruned softmax mass), ``mass_mean`` (true),
+        ``kl`` (nats per token).
     path : path
         PNG to write.
     title : str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from backends import fetch, models
 from entropic_ctl import replay
 from entropic_ctl.config import LoopConfig, RunConfig
 from paper_repro import experiments, setup
-from paper_repro.arms import arms, with_loop
+from paper_repro.arms import arms, with_loop, with_seed
 from paper_repro.claims import ARMS, BASELINE
 from paper_repro.experiments import Progress
 from paper_repro.outcome import Outcome
@@ -19,22 +18,36 @@ from paper_repro.setup import Size
 from paper_repro.study import Study, span
 from paper_repro.worlds import Certifier, RealEngine, Simulation
 from sim.trajectories import load_bank
+from sim.tune import Gain, tune
 
 __all__ = ["run", "tuned"]
 
 
-def tuned(config: RunConfig, certifier: Certifier, trials: int, seed: int, progress: Progress) -> tuple[LoopConfig, Any]:
-    """Tune gains of the full loop in simulation, inside the certified range.
+def tuned(config: RunConfig, certifier: Certifier, trials: int, progress: Progress) -> tuple[LoopConfig, Any]:
+    """Tune three gains of the full loop in simulation, the temperature gain inside the certified range.
 
     Returns
     -------
     LoopConfig, dict of ndarray
         The tuned loop, and the table of trials.
     """
-    from sim import tune
-
     limit = certifier.verdict(config.loop).limit
-    return tune.tune(config, gain_limit=limit, trials=trials, seed=seed, progress=progress)
+    gains = [
+        Gain("temperature.gain", 0.05 * limit, 0.9 * limit, log=True),
+        Gain("pruning.theta_nats", 0.005, 0.05, log=True, also=("pruning.theta_wide_nats",)),
+        Gain("scheduling.gamma", 0.1, 10.0, log=True),
+    ]
+    found = tune(
+        config,
+        gains,
+        trials=trials,
+        gain_limit=limit,
+        certify=certifier.verdict,
+        progress=lambda done, total, best: progress(
+            f"tune: trial {done} of {total}, best cost {best:+.3f}", done / total
+        ),
+    )
+    return found.loop, found.trials
 
 
 def run(work: Path, *, seed: int = 0, size: Size | None = None, progress: Progress | None = None) -> Outcome:
@@ -58,7 +71,7 @@ def run(work: Path, *, seed: int = 0, size: Size | None = None, progress: Progre
     bank = load_bank()
     config = setup.simulation_config(seed, size)
     certifier = Certifier(config, model.vocab_size)
-    loop, trials = tuned(config, certifier, size.tune_trials, seed + 1, span(progress, 0.05, 0.2))
+    loop, trials = tuned(with_seed(config, seed + 1), certifier, size.tune_trials, span(progress, 0.05, 0.2))
     config = with_loop(config, loop)
     table = arms(loop)
     study = Study(work, "Entropic-time inference: demonstration", config, table, f"entropic demo --seed {seed}")
@@ -78,7 +91,7 @@ def run(work: Path, *, seed: int = 0, size: Size | None = None, progress: Progre
         return logs[arm]
 
     engine = RealEngine(
-        with_loop(setup.engine_config(seed), loop), model, setup.prompts(), certifier, size.max_new_tokens, log
+        with_loop(setup.engine_config(seed), loop), model, setup.prompts(model), certifier, size.max_new_tokens, log
     )
     simulated = experiments.ablation(
         {"simulation": Simulation(config, certifier)},
@@ -108,10 +121,11 @@ def verify_replay(study: Study, logs: dict[str, Path]) -> None:
     lines = []
     for arm, path in logs.items():
         outcome = replay.replay(path)
-        values = dataclasses.asdict(outcome)
-        if outcome.first_difference is not None:
-            study.violations.append(f"replay of the {arm} differs: {outcome.first_difference}")
-            lines.append(f"{arm}: DIFFERS, {outcome.first_difference}")
+        if outcome.equal:
+            lines.append(
+                f"{arm}: {outcome.steps} steps, {outcome.tokens} tokens, every host decision equal bit for bit"
+            )
         else:
-            lines.append(f"{arm}: {values['steps']} steps, {values['tokens']} tokens, all host decisions equal bit for bit")
+            study.violations.append(f"replay of the {arm} differs: {outcome.difference}")
+            lines.append(f"{arm}: DIFFERS, {outcome.difference}")
     study.replay_text = "Replay of the engine's log through a fresh loop: " + "; ".join(lines) + "."

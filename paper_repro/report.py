@@ -34,7 +34,7 @@ pre{background:#f6f6f6;padding:.7rem;overflow-x:auto;font-size:.82rem}
 
 def number(value: object, digits: int = 3) -> str:
     """Return a number for people: ``digits`` significant ones, thousands kept whole, an en dash for NaN or None."""
-    if value is None or isinstance(value, float | np.floating) and not math.isfinite(float(value)):
+    if value is None or (isinstance(value, float | np.floating) and not math.isfinite(float(value))):
         return "–"
     if isinstance(value, bool | np.bool_ | str):
         return str(value)
@@ -101,8 +101,9 @@ class Report:
             f"<th{' class=n' if n else ''}>{html.escape(name)}</th>" for name, n in zip(header, numeric, strict=True)
         )
         out.append("<tr>" + "".join(cells) + "</tr>")
-        for row in rows:
-            out.append("<tr>" + "".join(_cell(value, n) for value, n in zip(row, numeric, strict=True)) + "</tr>")
+        out.extend(
+            "<tr>" + "".join(_cell(value, n) for value, n in zip(row, numeric, strict=True)) + "</tr>" for row in rows
+        )
         out.append("</table></div>")
         self._body.append("".join(out))
 

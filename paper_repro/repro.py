@@ -71,7 +71,12 @@ def run(
         return logs[arm]
 
     engine = RealEngine(
-        with_loop(setup.engine_config(seed), config.loop), model, setup.prompts(), certifier, size.max_new_tokens, log
+        with_loop(setup.engine_config(seed), config.loop),
+        model,
+        setup.prompts(model),
+        certifier,
+        size.max_new_tokens,
+        log,
     )
     simulated = experiments.ablation(
         {"simulation": Simulation(config, certifier)},

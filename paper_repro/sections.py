@@ -31,7 +31,15 @@ _WORLD = (
 )
 _SCALE = {"tau_per_flop": 1e9, "tau_per_kv_byte": 1e6, "kv_bytes": 1e-6}
 WORLD_HEADER = ("arm", *(title for title, _ in _WORLD))
-EFFECT_HEADER = ("arm", "metric", "paper", "simulation (ours)", "engine (ours)", "verdict in simulation", "verdict on engine")
+EFFECT_HEADER = (
+    "arm",
+    "metric",
+    "paper",
+    "simulation (ours)",
+    "engine (ours)",
+    "verdict in simulation",
+    "verdict on engine",
+)
 
 
 def _mean(values: np.ndarray) -> float:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import pydoc_data.topics
 from dataclasses import dataclass
+from typing import Any
 
 from entropic_ctl.config import RunConfig, from_mapping
 
-__all__ = ["Size", "engine_config", "long_prompt", "prompts", "simulation_config"]
+__all__ = ["LONG_TOKENS", "Size", "engine_config", "prompts", "simulation_config"]
+
+LONG_TOKENS = 2200
+"""Length of the long prompt."""
 
 _LOOP = {
     "temperature": {"law": "feedback", "temperature": 0.8, "target_nats": 1.0, "gain": 0.02},
@@ -79,21 +82,12 @@ def engine_config(seed: int) -> RunConfig:
     )
 
 
-def long_prompt(characters: int = 9600) -> str:
-    """Return real text that ships with every CPython, some 2,000 tokens or more of it."""
-    text = "\n".join(str(pydoc_data.topics.topics[name]) for name in sorted(pydoc_data.topics.topics))
-    return text[:characters]
+def prompts(model: Any, long_tokens: int = LONG_TOKENS) -> list[tuple[Any, bool]]:
+    """Return eight built-in prompts, (text or token ids, whether it is a chat turn); the last is long real text."""
+    from backends.prompts import PROMPTS, document_ids
 
-
-def prompts() -> list[str]:
-    """Return eight prompts of several kinds; the last is long."""
-    return [
-        "Why is the sky blue? Answer in two sentences.",
-        "Write the opening of a story about a lighthouse keeper who finds a letter.",
-        "List five uses for a paper clip.",
-        "Write a Python function that returns the n-th Fibonacci number.",
-        "What is 17 times 24? Show your working.",
-        "Explain to a child how a bicycle stays upright.",
-        "Summarise the plot of Romeo and Juliet in one paragraph.",
-        "Continue this documentation:\n\n" + long_prompt(),
-    ]
+    kinds: dict[str, tuple[Any, bool]] = {}
+    for prompt in PROMPTS:
+        kinds.setdefault(f"{prompt.kind} {prompt.chat}", (prompt.text, prompt.chat))
+    short = list(kinds.values())[:7]
+    return [*short, (document_ids(model, long_tokens), False)]

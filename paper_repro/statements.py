@@ -36,7 +36,9 @@ def worse(effects: Mapping[str, np.ndarray], arms: Sequence[str], runs: Mapping[
             continue
         known = math.isfinite(low) and math.isfinite(high)
         sure = known and (high < 1 if better_is[metric] else low > 1)
-        shown = f"{100 * (ratio - 1):+.1f}%" + (f" [{100 * (low - 1):+.1f}%, {100 * (high - 1):+.1f}%]" if known else "")
+        shown = f"{100 * (ratio - 1):+.1f}%" + (
+            f" [{100 * (low - 1):+.1f}%, {100 * (high - 1):+.1f}%]" if known else ""
+        )
         sentence = f"{world}, {arm}: {titles[metric]} {shown}"
         if sure:
             resolved.append(sentence + ".")

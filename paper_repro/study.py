@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -107,13 +108,17 @@ class Study:
             self.write(name, table)
         self.write("paper_claims", claims.table())
 
+    @functools.cached_property
+    def stamp(self) -> dict[str, Any]:
+        """What identifies this run: configuration, seed, version, commit, hardware."""
+        return dict(results.stamp(self.config, self.config.seed))
+
     def write(self, name: str, table: Mapping[str, np.ndarray]) -> None:
         """Write a table as Parquet and CSV, stamped; an empty one is left out."""
         if not table or not next(iter(table.values())).shape[0]:
             return
-        stamp = results.stamp(self.config, self.config.seed)
         for suffix in ("parquet", "csv"):
-            results.write_table(self.work / f"{name}.{suffix}", dict(table), stamp)
+            results.write_table(self.work / f"{name}.{suffix}", dict(table), self.stamp)
 
     def draw(self, engine: RealEngine | None, bank: Any, vocab_size: int) -> None:
         """Draw every figure from the tables on disk."""
@@ -152,7 +157,9 @@ class Study:
             self._figure(
                 "pruning_cost",
                 "What pruning reads, costs and certifies, as recorded from the model on real text.",
-                lambda png: pruning_cost.draw(self.work / "response.parquet", png, title=str(bank.meta.get("model", ""))),
+                lambda png: pruning_cost.draw(
+                    self.work / "response.parquet", png, title=str(bank.meta.get("model", ""))
+                ),
             )
 
     def _draw_generation(self, engine: RealEngine) -> None:
@@ -218,7 +225,9 @@ class Study:
         effect_rows: list[list[str]],
         engine: RealEngine | None,
     ) -> None:
-        report = Report(self.title, f"seed {self.config.seed}; every number below comes from this run unless it says paper")
+        report = Report(
+            self.title, f"seed {self.config.seed}; every number below comes from this run unless it says paper"
+        )
         report.worse(losses)
         report.heading("Guarantees")
         report.points(promises)
@@ -245,9 +254,7 @@ class Study:
                 "Full loop over the product of the three single-law ratios, paired by seed; 1 is exactly multiplicative. "
                 "'better' says whether the interval lies on the better side of 1."
             )
-            report.table(
-                ("world", "metric", "full / product of parts", "better"), sections.synergy_rows(self.synergy)
-            )
+            report.table(("world", "metric", "full / product of parts", "better"), sections.synergy_rows(self.synergy))
         report.heading("Figures")
         for png, caption in self.figures:
             report.figure(png, caption)
@@ -263,8 +270,7 @@ class Study:
             report.points(self.notes)
         report.heading("How to reproduce")
         report.code(self.command)
-        stamp = results.stamp(self.config, self.config.seed)
-        report.details("hardware, versions, configuration", stamp)
+        report.details("hardware, versions, configuration", self.stamp)
         report.details("loops by arm", {arm: resolve_loop(loop) for arm, loop in self.arms.items()})
         report.details("resolved configuration", resolve(self.config))
         if self.certificate:

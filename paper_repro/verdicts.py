@@ -2,7 +2,8 @@
 
 Runs of two arms with the same seed share arrivals, prompts and random streams (common random numbers), so the log ratio
 is taken within each pair and its mean gets a Student interval over pairs: with d_i = ln(x_i / y_i), i = 1..n,
-mean(d) +- t_{n-1, 0.975} s_d / sqrt(n), exponentiated. Log ratios because every metric is positive and claims are ratios.
+mean(d) +- t_{n-1, 0.975} s_d / sqrt(n), exponentiated. Log ratios, because every metric is positive and the claims are
+ratios.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def judge(effect: Effect, paper: float, *, higher_is_better: bool, not_identifia
     On the scale of improvement (log ratio, sign so that positive is better) let [l, h] be our interval, c the claim.
 
     - *not identifiable*: a reason is given, there are no usable pairs, or no pair differs at all;
-    - claimed change (c != 0, sign s): *reproduced* if [l, h] lies on the claimed side of 0 and does not fall short of c;
+    - claimed change (c != 0): *reproduced* if [l, h] lies on the claimed side of 0 and does not fall short of c;
       *partly* if it lies on the claimed side but short of c; *refuted* if it lies on the other side; otherwise *not
       reproduced* (the reason says whether the claimed size is excluded or the interval is too wide to tell);
     - claimed no change (c = 0): *reproduced* if [l, h] is within +-2%; *refuted* if it is worse than that;

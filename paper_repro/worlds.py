@@ -122,7 +122,8 @@ class RealEngine:
     ----------
     config : RunConfig
     model : backends.models.LoadedModel
-    prompts : sequence of str
+    prompts : sequence of (str or list of int, bool)
+        Text or token ids, and whether it is a chat turn.
     certifier : Certifier
     max_new_tokens : int
     log : callable, optional
@@ -131,7 +132,7 @@ class RealEngine:
 
     config: RunConfig
     model: Any
-    prompts: Sequence[Any]
+    prompts: Sequence[tuple[Any, bool]]
     certifier: Certifier
     max_new_tokens: int
     log: Callable[[str, int], Path | None] | None = None
@@ -144,7 +145,7 @@ class RealEngine:
         """Run one arm once."""
         from backends.engine import Engine
         from backends.sampling import SamplingParams
-        from entropic_ctl.replay import Recorder
+        from entropic_ctl.recording import Recorder
 
         config = with_seed(with_loop(self.config, loop), seed)
         metrics = Metrics(config.engine.page_tokens, keep_tokens=True)
@@ -159,9 +160,9 @@ class RealEngine:
             metrics=Tee(metrics, guarantee),
         )
         keys = np.random.SeedSequence(seed).generate_state(len(self.prompts), np.uint32)
-        for prompt, key in zip(self.prompts, keys.tolist(), strict=True):
+        for (prompt, chat), key in zip(self.prompts, keys.tolist(), strict=True):
             params = SamplingParams(max_new_tokens=self.max_new_tokens, seed=key)
-            engine.submit(prompt, params, arrival_s=0.0)
+            engine.submit(prompt, params, arrival_s=0.0, chat=chat)
         outputs = engine.run()
         if recorder is not None:
             recorder.close()
@@ -174,4 +175,3 @@ class RealEngine:
         self.audits[arm, seed] = audit
         self.texts[arm, seed] = [output.text for output in outputs]
         return row(metrics.summary(), guarantee, kl)
-

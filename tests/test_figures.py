@@ -42,11 +42,15 @@ def effects() -> dict[str, np.ndarray]:
     ]
     rows[0] = (*rows[0][:3], 1.5, np.nan, np.nan)
     rows[1] = (*rows[1][:3], np.nan, np.nan, np.nan)
-    return dict(zip(("world", "arm", "metric", "ratio", "low", "high"), map(np.array, zip(*rows, strict=True)), strict=True))
+    return dict(
+        zip(("world", "arm", "metric", "ratio", "low", "high"), map(np.array, zip(*rows, strict=True)), strict=True)
+    )
 
 
 def trajectories() -> dict[str, np.ndarray]:
-    rows = [("a", start, step, u := 0.5 * start - 0.1 * step, np.exp(u), u + 2, u) for start in (0, 1) for step in range(9)]
+    rows = [
+        ("a", start, step, u := 0.5 * start - 0.1 * step, np.exp(u), u + 2, u) for start in (0, 1) for step in range(9)
+    ]
     names = ("arm", "start", "step", "u", "temperature", "entropy", "error")
     return dict(zip(names, map(np.array, zip(*rows, strict=True)), strict=True))
 
@@ -101,7 +105,9 @@ def test_drawing_a_table_from_disk_equals_drawing_it_from_memory(tmp_path: Path)
 
 
 def test_the_drawn_request_is_the_one_asked_for(tmp_path: Path) -> None:
-    two = {name: np.concatenate([a, b]) for (name, a), b in zip(tokens(40, 1).items(), tokens(9, 2).values(), strict=True)}
+    two = {
+        name: np.concatenate([a, b]) for (name, a), b in zip(tokens(40, 1).items(), tokens(9, 2).values(), strict=True)
+    }
     generation.draw(two, tmp_path / "default.png")
     generation.draw(two, tmp_path / "one.png", request=1)
     generation.draw(two, tmp_path / "two.png", request=2)

@@ -68,7 +68,9 @@ def test_paired_interval_by_hand() -> None:
 
 
 @given(pairs, positive)
-def test_scaling_both_arms_changes_nothing_and_scaling_one_scales_the_ratio(values: list[tuple[float, float]], c: float) -> None:
+def test_scaling_both_arms_changes_nothing_and_scaling_one_scales_the_ratio(
+    values: list[tuple[float, float]], c: float
+) -> None:
     x, y = map(np.array, zip(*values, strict=True))
     base, both, one = paired(x, y), paired(c * x, c * y), paired(c * x, y)
     assert both.ratio == pytest.approx(base.ratio, rel=1e-9)
@@ -203,7 +205,11 @@ def fake_runs(factor: dict[str, float], repeats: int = 5) -> dict[str, np.ndarra
         base = rng.uniform(1, 3)
         noise = math.exp(np.random.default_rng([seed, zlib.crc32(arm.encode())]).normal(0, 0.005))
         slow = factor[arm] * noise
-        return {"latency_s": base * slow, "throughput_tok_s": base / slow, "kl_nats": 0.01 if arm == "full loop" else 0.0}
+        return {
+            "latency_s": base * slow,
+            "throughput_tok_s": base / slow,
+            "kl_nats": 0.01 if arm == "full loop" else 0.0,
+        }
 
     return experiments.ablation({"engine": world}, arms(full_loop()), {"engine": repeats}, 3)
 
@@ -293,4 +299,7 @@ def test_intervals_for_people() -> None:
 
 def test_tables_become_json_without_nan() -> None:
     rows = as_rows({"a": np.array([1.0, np.nan]), "b": np.array(["x", "y"]), "c": np.array([1, 2])})
-    assert json.loads(json.dumps(rows, allow_nan=False)) == [{"a": 1.0, "b": "x", "c": 1}, {"a": None, "b": "y", "c": 2}]
+    assert json.loads(json.dumps(rows, allow_nan=False)) == [
+        {"a": 1.0, "b": "x", "c": 1},
+        {"a": None, "b": "y", "c": 2},
+    ]
