@@ -155,7 +155,7 @@ def _bank_vocabulary(config: RunConfig) -> int:
     return int(bank.meta["vocab_size"])
 
 
-# -- commands -----------------------------------------------------------------------------------------------------------
+# -- commands ---------------------------------------------------------------------------------------------------------
 
 
 def demo(out: Path, *, seed: int, force: bool, json_file: Path | None) -> int:

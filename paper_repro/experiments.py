@@ -149,8 +149,8 @@ def effects(
     Returns
     -------
     dict of ndarray
-        ``world``, ``arm``, ``metric``, ``ratio``, ``low``, ``high``, ``pairs``, ``verdict``, ``reason``; the last two are
-        empty where the paper claims nothing.
+        ``world``, ``arm``, ``metric``, ``ratio``, ``low``, ``high``, ``pairs``, ``verdict``, ``reason``; the last two
+        are empty where the paper claims nothing.
     """
     out: dict[str, list[object]] = {
         name: [] for name in ("world", "arm", "metric", "ratio", "low", "high", "pairs", "verdict", "reason")
@@ -182,8 +182,8 @@ def synergy(runs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     Returns
     -------
     dict of ndarray
-        ``world``, ``metric``, ``ratio``, ``low``, ``high``, ``better`` ("yes" if the interval lies on the better side of
-        1, "no" if on the worse side, "undecided" otherwise).
+        ``world``, ``metric``, ``ratio``, ``low``, ``high``, ``better`` ("yes" if the interval lies on the better side
+        of 1, "no" if on the worse side, "undecided" otherwise).
     """
     out: dict[str, list[object]] = {name: [] for name in ("world", "metric", "ratio", "low", "high", "better")}
     parts: Sequence[str] = ARMS[1:-1]

@@ -52,8 +52,8 @@ def worse(effects: Mapping[str, np.ndarray], arms: Sequence[str], runs: Mapping[
             kl = kl[np.isfinite(kl)]
             if kl.size and kl.mean() > 0:
                 out.append(
-                    f"{world}, {arm}: pruning changed the next-token distribution by {number(float(kl.mean()))} nats of "
-                    "KL to dense attention per decode token."
+                    f"{world}, {arm}: pruning moved the next-token distribution by {number(float(kl.mean()))} nats of KL "
+                    "to dense attention per decode token."
                 )
     return out or ["No metric got worse by more than 1%."]
 
@@ -74,10 +74,8 @@ def guarantees(rows: int, violations: int, worst_share: float, replay: str) -> l
     """
     if rows:
         held = "held" if not violations else f"VIOLATED in {violations:,} rows"
-        out = [
-            f"Certified information loss within budget: {held} in {rows:,} pruned decode rows "
-            f"(largest certificate / budget: {worst_share:.3f})."
-        ]
+        said = f"Certified information loss within budget: {held} in {rows:,} pruned decode rows"
+        out = [f"{said} (largest certificate / budget: {worst_share:.3f})."]
     else:
         out = ["No decode row was pruned: nothing to certify."]
     return out + ([replay] if replay else [])

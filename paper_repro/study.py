@@ -31,8 +31,8 @@ _TITLES = {
     "dτ/d KV byte": "dτ/d KV byte (higher is better)",
 }
 _QUALITY = (
-    "the paper's quality is BLEU/ROUGE and human rating, which we do not run; our column is exp(-KL to dense attention), "
-    "which sees pruning only"
+    "the paper's quality is BLEU/ROUGE and human rating, which we do not run; our column is exp(-KL to dense "
+    "attention), which sees pruning only"
 )
 
 
@@ -126,8 +126,8 @@ class Study:
         arms = [arm for arm in ARMS if arm != BASELINE and arm in present]
         self._figure(
             "ablation",
-            "Each arm relative to the baseline, means of paired runs with 95% intervals. Hollow diamonds: what the paper "
-            "claims.",
+            "Each arm relative to the baseline, means of paired runs with 95% intervals. Hollow diamonds: what the "
+            "paper claims.",
             lambda png: ablation_figure.draw(
                 self.work / "effects.parquet",
                 self.work / "paper_claims.parquet",
@@ -251,8 +251,8 @@ class Study:
         if self.synergy and self.synergy["metric"].shape[0]:
             report.heading("Is the whole more than its parts?")
             report.say(
-                "Full loop over the product of the three single-law ratios, paired by seed; 1 is exactly multiplicative. "
-                "'better' says whether the interval lies on the better side of 1."
+                "Full loop over the product of the three single-law ratios, paired by seed; 1 is exactly "
+                "multiplicative. 'better' says whether the interval lies on the better side of 1."
             )
             report.table(("world", "metric", "full / product of parts", "better"), sections.synergy_rows(self.synergy))
         report.heading("Figures")

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from synthetic_bank import VOCAB, make_bank
 from typer.testing import CliRunner
 
 from entropic_ctl import bank as banks
 from entropic_ctl import cli_live, cli_output, cli_run
 from entropic_ctl.cli import app
 from entropic_ctl.errors import BadInputError
-from synthetic_bank import VOCAB, make_bank
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -54,6 +54,8 @@ def config(tmp_path: Path, bank_file: Path) -> Any:
             "cost": f"bank = '{bank_file}'\n",
         }
         bodies |= {key.replace("_", ".", 1) if key.startswith("loop_") else key: body for key, body in tables.items()}
+        if "bank" not in bodies["cost"]:
+            bodies["cost"] += f"bank = '{bank_file}'\n"
         text = "".join(f"[{table}]\n{body}" for table, body in bodies.items())
         path = tmp_path / name
         path.write_text(text, encoding="utf-8")
@@ -161,7 +163,7 @@ def test_proved_checked_simulated_and_refuted(config: Any, certificate: Path, tm
 
 
 def bad_config(body: str) -> Any:
-    return lambda make, tmp: ("simulate", make(**{"engine": body}))
+    return lambda make, tmp: ("simulate", make(engine=body))
 
 
 def bad_trace(content: bytes) -> Any:
@@ -220,7 +222,7 @@ BAD: dict[str, tuple[Any, list[str]]] = {
         ["abacus"],
     ),
     "config outside the bank": (
-        lambda make, tmp: ("simulate", make(loop_temperature="t_min = 0.01\nt_max = 9.0\n")),
+        lambda make, tmp: ("simulate", make(loop_temperature="law = 'solve'\nt_min = 0.01\nt_max = 9.0\n")),
         ["loop.temperature", "entropy bank"],
     ),
     "config uncertified gain": (
@@ -283,7 +285,7 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     # usage
     "unknown command": (lambda make, tmp: ("simulat",), ["No such command"]),
     "unknown option": (lambda make, tmp: ("simulate", make(), "--fast"), ["--fast"]),
-    "negative seed": (lambda make, tmp: ("simulate", make(), "--seed", "-1"), ["-1"]),
+    "negative seed": (lambda make, tmp: ("simulate", make(), "--seed", "-1"), ["--seed"]),
 }
 BAD_MODELS: dict[str, tuple[Any, list[str]]] = {
     "model missing": (bad_model(lambda folder: folder / "absent"), ["absent"]),
@@ -392,17 +394,26 @@ def test_a_failed_run_leaves_the_old_results(tmp_path: Path) -> None:
     subject = {"a": 1}
     with cli_output.folder(tmp_path / "res", subject) as work:
         write(work, "x", "old")
-    with pytest.raises(BadInputError), cli_output.folder(tmp_path / "res", subject) as work:
-        write(work, "x", "new")
-        raise BadInputError("no")
+
+    def fail() -> None:
+        with cli_output.folder(tmp_path / "res", subject) as work:
+            write(work, "x", "new")
+            raise BadInputError("no")
+
+    with pytest.raises(BadInputError):
+        fail()
     assert (tmp_path / "res" / "x").read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["res"]
 
 
 def test_an_interrupted_run_keeps_what_was_finished(tmp_path: Path) -> None:
-    with pytest.raises(cli_output.Interrupted) as caught, cli_output.folder(tmp_path / "res", {"a": 1}) as work:
-        write(work, "half", "done")
-        raise KeyboardInterrupt
+    def interrupted() -> None:
+        with cli_output.folder(tmp_path / "res", {"a": 1}) as work:
+            write(work, "half", "done")
+            raise KeyboardInterrupt
+
+    with pytest.raises(cli_output.Interrupted) as caught:
+        interrupted()
     assert caught.value.kept == tmp_path / "res.partial"
     assert (tmp_path / "res.partial" / "half").read_text() == "done"
     assert not (tmp_path / "res").exists()

@@ -81,7 +81,7 @@ def test_every_figure_is_a_png_and_leaves_no_half_file(tmp_path: Path) -> None:
 
 
 def test_f1_fifty_plots_without_a_display_leave_no_open_figures(tmp_path: Path) -> None:
-    """F1: DISPLAY=localhost:64.0, 50 plots: files made, no open figures, pyplot (which would look for it) not needed."""
+    """F1: DISPLAY=localhost:64.0, 50 plots: files made, no open figures; pyplot (which would look for it) unused."""
     code = (
         "import sys\nfrom pathlib import Path\nsys.path.insert(0, 'tests')\n"
         "from test_figures import response\nfrom figures import pruning_cost\n"

@@ -123,7 +123,7 @@ def test_pairs_that_cannot_be_used_are_left_out() -> None:
         (1.01, 1.03, 0.98, True, "refuted", "opposite"),
     ],
 )
-def test_verdicts(low: float, high: float, paper: float, higher: bool, verdict: str, why: str) -> None:
+def test_verdicts(*, low: float, high: float, paper: float, higher: bool, verdict: str, why: str) -> None:
     got = judge(effect(low, high), paper, higher_is_better=higher)
     assert got.verdict == verdict
     assert why in got.reason
