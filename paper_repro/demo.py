@@ -100,6 +100,8 @@ def run(work: Path, *, seed: int = 0, size: Size | None = None, progress: Progre
         seed,
         span(progress, 0.22, 0.35),
     )
+    say("engine: warm up", 0.35)
+    engine.warm_up(loop)
     real = experiments.ablation(
         {"engine": engine},
         {arm: table[arm] for arm in (BASELINE, ARMS[-1])},

@@ -157,7 +157,7 @@ def effects(
     }
     present = [str(world) for world in dict.fromkeys(runs["world"].tolist())]
     for world in present:
-        for arm in [arm for arm in ARMS if arm != BASELINE and (runs["arm"] == arm).any()]:
+        for arm in [a for a in ARMS if a != BASELINE and ((runs["arm"] == a) & (runs["world"] == world)).any()]:
             for metric in METRICS:
                 effect = verdicts.paired(
                     _of(runs, world, arm, metric.column), _of(runs, world, BASELINE, metric.column)

@@ -85,6 +85,8 @@ def run(
         seed,
         span(progress, 0.05, 0.15),
     )
+    say("engine: warm up", 0.15)
+    engine.warm_up(config.loop)
     real = experiments.ablation(
         {"engine": engine}, table, {"engine": size.engine_repeats}, seed, span(progress, 0.15, 0.92)
     )

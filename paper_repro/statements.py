@@ -52,8 +52,8 @@ def worse(effects: Mapping[str, np.ndarray], arms: Sequence[str], runs: Mapping[
             kl = kl[np.isfinite(kl)]
             if kl.size and kl.mean() > 0:
                 out.append(
-                    f"{world}, {arm}: pruning moved the next-token distribution by {number(float(kl.mean()))} nats of KL "
-                    "to dense attention per decode token."
+                    f"{world}, {arm}: pruning moved the next-token distribution by {number(float(kl.mean()))} nats "
+                    "of KL to dense attention per decode token."
                 )
     return out or ["No metric got worse by more than 1%."]
 

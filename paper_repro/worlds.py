@@ -141,6 +141,16 @@ class RealEngine:
     audits: dict[tuple[str, int], dict[str, np.ndarray]] = field(default_factory=dict)
     texts: dict[tuple[str, int], list[str]] = field(default_factory=dict)
 
+    def warm_up(self, loop: LoopConfig) -> None:
+        """Run the short prompts for a few tokens, unmeasured, so that no arm pays for first-time allocations."""
+        from backends.engine import Engine
+        from backends.sampling import SamplingParams
+
+        engine = Engine(with_loop(self.config, loop), self.model, verdict=self.certifier.verdict(loop))
+        for prompt, chat in self.prompts[:-1]:
+            engine.submit(prompt, SamplingParams(max_new_tokens=2), chat=chat)
+        engine.run()
+
     def __call__(self, arm: str, loop: LoopConfig, seed: int) -> dict[str, float]:
         """Run one arm once."""
         from backends.engine import Engine
