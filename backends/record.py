@@ -178,9 +178,8 @@ def _generate(
     law = {"law": "fixed", "temperature": temperature, "t_min": min(temperature, 0.3), "t_max": max(temperature, 1.6)}
     ids = [model.prompt_ids(prompt.text, chat=prompt.chat) for prompt in prompts]
     pages = sum(-(-(len(prompt) + max_new_tokens) // page_tokens) for prompt in ids) + 1
-    run = configs.from_mapping(
-        {"engine": {"pages": pages, "page_tokens": page_tokens}, "loop": {"temperature": law}}, where="record"
-    )
+    limits = {"pages": pages, "page_tokens": page_tokens, "max_batch": min(len(ids), 16)}
+    run = configs.from_mapping({"engine": limits, "loop": {"temperature": law}}, where="record")
     probe = _GridProbe(grid)
     engine = Engine(run, model, probe=probe)
     for prompt, sequence in zip(ids, seeds, strict=True):

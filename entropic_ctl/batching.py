@@ -29,21 +29,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from entropic_ctl import admission
+from entropic_ctl.acceptance import Outcome, limit_finish, match_tokens, publish_prompts
 from entropic_ctl.config import EngineConfig
 from entropic_ctl.errors import BadInputError, NoProgressError
 from entropic_ctl.ordering import draw_order, share_tokens
 from entropic_ctl.scheduling.base import ScheduleView, SchedulingConfig
-from entropic_ctl.signals import Finish, FinishReason, FloatArray, IntArray, Request, StepPlan, StepResult
+from entropic_ctl.seating import Seating
+from entropic_ctl.signals import Finish, FloatArray, IntArray, Request, StepPlan, StepResult
 from entropic_ctl.slots import PageTable, SlotTable
 
-__all__ = ["Batcher", "EntropySignals", "Outcome"]
+__all__ = ["Batcher", "EntropySignals"]
 
 Score = Callable[[IntArray], FloatArray]
 _NONE = np.empty(0, np.int64)
-_NO_PAGES = np.empty(0, np.int32)
 _NEVER = 2**62
 
 
@@ -57,20 +57,6 @@ class EntropySignals:
     entropy_cov1: FloatArray
     entropy_var: FloatArray
     seen: IntArray
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a step result meant: who left, the slot of each accepted token, the slots that became free.
-
-    ``token_rows`` indexes ``StepResult.token_ids`` (tokens of requests cancelled meanwhile are left out), and
-    ``token_slots[i]`` is the slot of that token.
-    """
-
-    finished: tuple[Finish, ...]
-    token_rows: IntArray
-    token_slots: IntArray
-    freed: IntArray
 
 
 class Batcher:
@@ -94,6 +80,7 @@ class Batcher:
         self._step = 0
         self._order: IntArray = _NONE  # slots
         self._group: IntArray = _NONE
+        self._protected = np.empty(0, np.bool_)  # by order, after the last plan
         self._drawn_at = 0
         self._next_event = 0
         self._changed = True  # the live set changed since the last draw
@@ -249,15 +236,16 @@ class Batcher:
     def _draw(self, score: Score) -> None:
         live, s, step = self.slots.live, self.slots, self._step
         due = step >= self._drawn_at + self.scheduling.quantum_steps or step >= self._next_event
-        if not (due or self._changed):
+        if not (due or self._changed) and np.array_equal(s.protected(self._order, step), self._protected):
             return
         index, self._group = draw_order(
             step,
-            s.last_run[live],
-            s.protected_until[live],
-            s.order[live],
-            score(live),
-            self.scheduling.wait_limit_steps,
+            last_run=s.last_run[live],
+            protected=s.protected(live, step),
+            protected_until=s.protected_until[live],
+            arrival_order=s.order[live],
+            score=score(live),
+            wait_limit_steps=self.scheduling.wait_limit_steps,
         )
         self._order = live[index]
         self._drawn_at, self._changed = step, False
@@ -266,24 +254,13 @@ class Batcher:
         s, table, engine, step = self.slots, self.pages, self.engine, self._step
         self._draw(score)
         order, group = self._order, self._group
-        need = s.known[order] - s.cached[order]
-        able, adopted, squeeze = self._able(order, group, need)
-        rows = np.flatnonzero(able)[: engine.max_batch]
-        if adopted:
-            need = s.known[order] - s.cached[order]
+        seating = Seating(s, table, engine)
+        rows = np.flatnonzero(seating.able(order, group))[: engine.max_batch]
+        need = s.known[order[rows]] - s.cached[order[rows]]
         n = np.zeros(order.shape[0], np.int64)
-        first = (need[rows] == 1) | (group[rows] < 2)
-        n[rows] = share_tokens(need[rows], first, engine.max_batch_tokens, engine.prefill_chunk)
-        more = np.maximum(0, -(-(s.cached[order] + n) // engine.page_tokens) - table.count[order])
-        more[n == 0] = 0
-        preempted: list[int] = []
-        if squeeze or int(more.sum()) > table.pool.available:
-            preempted = self._squeeze(order, group, n, adopted)
-        else:
-            table.grow(order[more > 0], more[more > 0])
-        for slot in adopted:  # a starter that got no token after all gives its prefix back
-            if table.count[slot] and not n[order == slot].any():
-                self._unadopt(slot)
+        first = (need == 1) | (group[rows] < 2)
+        n[rows] = share_tokens(need, first, engine.max_batch_tokens, engine.prefill_chunk)
+        seating.grant(order, group, n)
         runs = n > 0
         slots = order[runs]
         n = n[runs]
@@ -293,10 +270,13 @@ class Batcher:
         samples = context + n == s.known[slots]
         decode = (n == 1) & (context >= s.prompt[slots])
         s.last_run[slots] = step
-        fresh = slots[(group[runs] == 1) & (s.protected_until[slots] <= step)]
+        fresh = slots[(group[runs] == 1) & ~s.protected(slots, step)]
         s.protected_until[fresh] = step + self.scheduling.quantum_steps
+        s.owed[fresh] = True
+        self._protected = s.protected(order, step)
         self._set_event(order)
-        self._steady = bool(decode.all()) and bool(samples.all()) and not preempted and not adopted and not squeeze
+        calm = not (seating.preempted or seating.adopted or seating.overdue_lacks_room)
+        self._steady = calm and bool((decode & samples).all())
         return StepPlan(
             step=step,
             now_s=now_s,
@@ -309,7 +289,7 @@ class Batcher:
             theta_nats=np.where(decode, theta[slots], 0.0),
             n_draft=np.zeros(slots.shape[0], np.int64),
             paused=s.id[order[~runs & (table.count[order] > 0)]],
-            preempted=s.id[np.asarray(preempted, np.int64)],
+            preempted=s.id[np.asarray(seating.preempted, np.int64)],
             rejected=(),
             block_table=table.view,
             allocated=table.take_log(),
@@ -330,90 +310,6 @@ class Batcher:
         ends = ends[ends > step]
         self._next_event = min(event, int(ends.min())) if ends.shape[0] else event
 
-    def _able(self, order: IntArray, group: IntArray, need: IntArray) -> tuple[npt.NDArray[np.bool_], list[int], bool]:
-        """Return which rows can run (holders, and starters that fit), whose prefix was adopted, and "squeeze".
-
-        Squeeze means that an overdue starter lacks room, so that pages must be taken from rows behind it.
-        """
-        s, table = self.slots, self.pages
-        able = table.count[order] > 0
-        holders = np.cumsum(able)
-        if holders.shape[0] == 0 or holders[-1] == order.shape[0]:
-            return able, [], False
-        page = self.engine.page_tokens
-        missing = -(-s.known[order] // page) - table.count[order]
-        room = table.pool.available - int(np.maximum(0, missing[able]).sum())
-        adopted: list[int] = []
-        squeeze, started = False, 0
-        for i in np.flatnonzero(~able).tolist():
-            if holders[i] + started >= self.engine.max_batch:
-                break
-            slot = int(order[i])
-            prefix = _NO_PAGES
-            if slot in s.hashes:
-                prefix = table.pool.match(s.hashes[slot])[: (int(s.known[slot]) - 1) // page]
-            want = int(missing[i]) - prefix.shape[0]
-            cost = want + (table.pool.remembered(prefix) if prefix.shape[0] else 0)
-            if cost > room:
-                if group[i] == 2:
-                    break
-                squeeze = True
-            room -= cost
-            able[i] = True
-            started += 1
-            if prefix.shape[0]:
-                table.adopt(slot, prefix)
-                s.cached[slot] = prefix.shape[0] * page
-                adopted.append(slot)
-        return able, adopted, squeeze
-
-    def _unadopt(self, slot: int) -> None:
-        self.pages.drop_unlogged(slot)
-        self.slots.cached[slot] = 0
-
-    def _squeeze(self, order: IntArray, group: IntArray, n: IntArray, adopted: list[int]) -> list[int]:
-        """Give out pages row by row when they are short; change ``n`` in place and return the preempted slots."""
-        s, table, page = self.slots, self.pages, self.engine.page_tokens
-        holders = np.flatnonzero(table.count[order] > 0).tolist()
-        fresh = set(adopted)
-        preempted: list[int] = []
-
-        def take_last(behind: int) -> bool:
-            if not holders or holders[-1] <= behind:
-                return False
-            victim = holders.pop()
-            slot = int(order[victim])
-            n[victim] = 0
-            if slot in fresh:
-                self._unadopt(slot)
-            else:
-                table.drop(slot)
-                s.cached[slot] = s.protected_until[slot] = 0
-                s.preemptions[slot] += 1
-                preempted.append(slot)
-            return True
-
-        for i in np.flatnonzero(n).tolist():
-            if n[i] == 0:  # preempted meanwhile
-                continue
-            slot = int(order[i])
-            held, cached = int(table.count[slot]), int(s.cached[slot])
-            if held == 0 or slot in fresh:  # starting: all known tokens must find a place
-                least = -(-int(s.known[slot]) // page) - held
-            else:
-                least = 0 if held * page > cached else 1
-            starting_in_turn = (held == 0 or slot in fresh) and group[i] == 2
-            while table.pool.available < least and not starting_in_turn and take_last(i):
-                pass
-            if table.pool.available < least:
-                n[i] = 0
-                continue
-            n[i] = min(int(n[i]), (held + table.pool.available) * page - cached)
-            more = -(-(cached + int(n[i])) // page) - held
-            if more > 0:
-                table.grow(order[i : i + 1], np.array([more]))
-        return preempted
-
     def observe(self, result: StepResult) -> Outcome:
         """Take in what the last plan's step did.
 
@@ -433,7 +329,6 @@ class Batcher:
                 allowed=f"{plan.step}" if plan is not None and self._open else "nothing: call plan first",
             )
         s = self.slots
-        self.step_s += (0.2 if self.step_s else 1.0) * (result.end_s - result.start_s - self.step_s)
         here = s.id[plan.slots] == plan.ids
         sampling = plan.slots[plan.samples]
         if here.all() and np.array_equal(result.token_ids, plan.ids[plan.samples]):
@@ -442,68 +337,21 @@ class Batcher:
             s.cached[plan.slots] = plan.context + plan.n_tokens
             s.known[sampling] += 1
         else:
-            token_rows, token_slots = self._match(plan, result)
+            token_rows, token_slots = match_tokens(plan, result, s)
             before = s.cached[plan.slots] if s.hashes else _NONE
             s.cached[plan.slots[here]] = (plan.context + plan.n_tokens)[here]
             np.add.at(s.known, token_slots, 1)
+        s.owed[token_slots] = False
         self._open = False
+        self.step_s += (0.2 if self.step_s else 1.0) * (result.end_s - result.start_s - self.step_s)
         if s.hashes:
-            self._publish(plan.slots[here], before[here])
+            publish_prompts(s, self.pages, plan.slots[here], before[here])
         finished = [finish for finish in result.finished if finish.id in s.slot_of]
         gone = {finish.id for finish in finished}
-        full = sampling[(s.known[sampling] >= s.stop_at[sampling]) & (s.id[sampling] >= 0)]
-        for slot in full.tolist():
-            if int(s.id[slot]) not in gone:
-                finished.append(self._full(slot))
+        full = sampling[(s.known[sampling] >= s.stop_at[sampling]) & (s.id[sampling] >= 0)].tolist()
+        capacity = admission.capacity_tokens(self.engine)
+        finished += [limit_finish(s, slot, capacity) for slot in full if int(s.id[slot]) not in gone]
         freed = [s.slot_of[finish.id] for finish in finished]
         if freed:
             self._remove(freed)
         return Outcome(tuple(finished), token_rows, token_slots, np.asarray(freed, np.int64))
-
-    def _full(self, slot: int) -> Finish:
-        s = self.slots
-        if not s.cut[slot]:
-            return Finish(int(s.id[slot]), FinishReason.LENGTH)
-        detail = (
-            f"stopped after {int(s.limit[slot])} tokens: with a prompt of {int(s.prompt[slot])} the capacity of "
-            f"{admission.capacity_tokens(self.engine)} KV tokens is used up"
-        )
-        return Finish(int(s.id[slot]), FinishReason.CAPACITY, detail)
-
-    def _match(self, plan: StepPlan, result: StepResult) -> tuple[IntArray, IntArray]:
-        """Map accepted tokens to slots when they are not simply the sampling rows in order."""
-        s = self.slots
-        sampled = dict(zip(plan.ids[plan.samples].tolist(), plan.slots[plan.samples].tolist(), strict=True))
-        rows, slots = [], []
-        for row, request_id in enumerate(result.token_ids.tolist()):
-            if request_id not in sampled:
-                raise BadInputError(
-                    "token for a request that was not sampled",
-                    where="Batcher.observe",
-                    field="token_ids",
-                    value=request_id,
-                    allowed="ids of the plan's sampling rows",
-                )
-            if s.id[sampled[request_id]] == request_id:
-                rows.append(row)
-                slots.append(sampled[request_id])
-        excused = set(result.token_ids.tolist()) | {finish.id for finish in result.finished}
-        for request_id, slot in sampled.items():
-            if request_id not in excused and s.id[slot] == request_id:
-                raise BadInputError(
-                    "a sampled request got neither a token nor a finish",
-                    where="Batcher.observe",
-                    field="token_ids",
-                    value=request_id,
-                    remedy="report its token, or a Finish with the reason",
-                )
-        return np.asarray(rows, np.int64), np.asarray(slots, np.int64)
-
-    def _publish(self, slots: IntArray, before: IntArray) -> None:
-        """Make prompt pages that became full findable by their hash."""
-        page = self.engine.page_tokens
-        for slot, was in zip(slots.tolist(), before.tolist(), strict=True):
-            hashes = self.slots.hashes.get(slot)
-            if hashes:
-                for index in range(was // page, min(int(self.slots.cached[slot]) // page, len(hashes))):
-                    self.pages.pool.publish(int(self.pages.view[slot, index]), hashes[index])

@@ -128,7 +128,7 @@ def entropy_varentropy(logits: Array, temperature: Array | float | None = None) 
     >>> import numpy as np
     >>> H, V = entropy_varentropy(np.array([2.0, 1.0, 0.0]), 0.5)
     >>> round(float(H), 6)
-    0.441056
+    0.441057
     """
     return moments(shifted(logits), temperature)
 

@@ -1,13 +1,15 @@
 """Who goes first, and how a step's tokens are shared: pure functions of columns.
 
-The order has three groups. *Protected* rows hold a seat they got by being overdue, for q steps. *Overdue* rows have
+The order has three groups. *Protected* rows hold a seat they got by being overdue, for q steps and until they have
+produced a token (so that every such turn is progress, even when it starts by recomputing). *Overdue* rows have
 waited at least W iterations; the longest wait goes first. The rest is ordered by the policy's score. Ties break by
 arrival. Longest wait first is arrival order among rows that have not run since they arrived; for rows that have, it
 keeps a row that was just served from overtaking one that was not, which plain arrival order does when W is small.
 
 Waiting bound (ours; theorem 11 of the proof book): with at most N live rows, B seats and B rows that fit the pool
-together, no row waits more than W + ceil(N / B) q iterations for its next token, whatever the scores. If the pool
-cannot hold B of them together, N q replaces ceil(N / B) q.
+together, no row stays unserved for more than W + ceil(N / B) h iterations, whatever the scores; h = max(q, P), where P
+is the longest (re)computation of known tokens in steps. With q >= P that is W + ceil(N / B) q. If the pool cannot hold
+B of them together, N h replaces ceil(N / B) h.
 """
 
 from __future__ import annotations
@@ -22,18 +24,20 @@ __all__ = ["draw_order", "share_tokens", "wait_bound"]
 
 
 def wait_bound(live: int, batch: int, wait_limit_steps: int, quantum_steps: int) -> int:
-    """Return W + ceil(N / B) q, the longest wait of any live request in iterations."""
+    """Return W + ceil(N / B) q, the longest wait of any live request in iterations (for q >= P, see above)."""
     return wait_limit_steps + -(-live // batch) * quantum_steps
 
 
 def draw_order(
     step: int,
+    *,
     last_run: IntArray,
+    protected: npt.NDArray[np.bool_],
     protected_until: IntArray,
     arrival_order: IntArray,
     score: FloatArray,
     wait_limit_steps: int,
-) -> tuple[IntArray, npt.NDArray[np.int64]]:
+) -> tuple[IntArray, IntArray]:
     """Sort live rows.
 
     Parameters
@@ -42,8 +46,10 @@ def draw_order(
         The iteration being planned.
     last_run : IntArray, shape (L,)
         Iteration in which each row last ran (the one before its admission if it never did).
+    protected : bool array, shape (L,)
+        Rows that hold a protected seat now.
     protected_until : IntArray, shape (L,)
-        First iteration in which the row's protection no longer holds.
+        Orders the protected rows: the one that got its seat first goes first.
     arrival_order : IntArray, shape (L,)
     score : FloatArray, shape (L,)
         Higher first; infinities are allowed.
@@ -69,7 +75,6 @@ def draw_order(
     if np.isnan(score).any():
         raise BadInputError("NaN score", where="scheduling policy", field="score", value=score.tolist())
     waited = step - 1 - last_run
-    protected = protected_until > step
     group = np.where(protected, 0, np.where(waited >= wait_limit_steps, 1, 2))
     key = np.where(group == 2, -score, np.where(protected, protected_until, -waited))
     order = np.lexsort((arrival_order, key, group))
@@ -98,4 +103,5 @@ def share_tokens(need: IntArray, first: npt.NDArray[np.bool_], budget: int, chun
     base = first.astype(np.int64)
     extra = np.minimum(need, chunk) - base
     before = np.cumsum(extra) - extra
-    return base + np.clip(budget - int(base.sum()) - before, 0, extra)
+    share: IntArray = base + np.clip(budget - int(base.sum()) - before, 0, extra)
+    return share

@@ -90,7 +90,9 @@ class Recorder:
     def __init__(self, target: str | Path | IO[str]) -> None:
         self._owned = isinstance(target, str | Path)
         self._stream: IO[str] = (
-            Path(target).open("w", encoding="utf-8", newline="\n") if isinstance(target, str | Path) else target
+            Path(target).open("w", encoding="utf-8", newline="\n")  # noqa: SIM115 - closed by close()
+            if isinstance(target, str | Path)
+            else target
         )
 
     def write(self, event: str, **values: Any) -> None:

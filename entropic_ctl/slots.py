@@ -37,6 +37,7 @@ class SlotTable:
         self.cached = np.zeros(n, np.int64)
         self.last_run = np.zeros(n, np.int64)
         self.protected_until = np.zeros(n, np.int64)
+        self.owed = np.zeros(n, np.bool_)  # got a protected seat and has not produced a token on it yet
         self.preemptions = np.zeros(n, np.int64)
         self.greedy = np.zeros(n, np.bool_)
         self.cut = np.zeros(n, np.bool_)
@@ -62,13 +63,17 @@ class SlotTable:
             self.limit[slot], self.stop_at[slot] = limit, request.prompt_tokens + limit
             self.cut[slot], self.greedy[slot] = limit < request.max_new_tokens, request.greedy
             self.cached[slot] = self.protected_until[slot] = self.preemptions[slot] = 0
-            self.last_run[slot] = step - 1
+            self.last_run[slot], self.owed[slot] = step - 1, False
             self.slot_of[request.id] = slot
             if self._engine.prefix_caching and request.prefix_hashes:
                 self.hashes[slot] = request.prefix_hashes
         added = np.asarray(taken, np.int64)
         self.live = np.concatenate([self.live, added])
         return added
+
+    def protected(self, slots: IntArray, step: int) -> npt.NDArray[np.bool_]:
+        """Return which rows hold a protected seat in iteration ``step``."""
+        return (self.protected_until[slots] > step) | self.owed[slots]
 
     def remove(self, slots: list[int]) -> None:
         """Forget the requests in ``slots``."""

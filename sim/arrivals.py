@@ -19,6 +19,7 @@ Random numbers come from three named streams (``arrivals``, ``lengths``, ``entro
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
@@ -90,6 +91,8 @@ class Workload:
     greedy : bool
     skipped_rows : int
         Trace rows left out.
+    prefix_hashes : sequence of tuple of int, optional
+        Per request, the chained hashes of its full prompt pages (prefix caching).
     """
 
     def __init__(
@@ -103,10 +106,12 @@ class Workload:
         xi: FloatArray,
         greedy: bool = False,
         skipped_rows: int = 0,
+        prefix_hashes: Sequence[tuple[int, ...]] | None = None,
     ) -> None:
         self.config = config
         self.arrival_s, self.prompt_tokens, self.limit_tokens = arrival_s, prompt_tokens, limit_tokens
         self.prompt, self.xi, self.greedy, self.skipped_rows = prompt, xi, greedy, skipped_rows
+        self.prefix_hashes = prefix_hashes
         self._closed = config.kind == "closed"
         self._heap: list[tuple[float, int]] = []
         self._next = 0
@@ -123,7 +128,8 @@ class Workload:
 
     def _job(self, i: int, at_s: float) -> Job:
         limit = int(self.limit_tokens[i])
-        request = Request(i, at_s, int(self.prompt_tokens[i]), limit, self.greedy)
+        hashes = self.prefix_hashes[i] if self.prefix_hashes is not None else ()
+        request = Request(i, at_s, int(self.prompt_tokens[i]), limit, self.greedy, hashes)
         known = limit if self.config.output_length == "limit" else None
         return Job(request, known, int(self.prompt[i]), float(self.xi[i]))
 

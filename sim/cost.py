@@ -184,6 +184,20 @@ class Roofline:
             compute_s, memory_s = memory_s, compute_s
         return compute_s + (1.0 - self.device.overlap) * memory_s
 
+    def _decode(self, context: IntArray, theta: FloatArray, kept: FloatArray) -> tuple[float, float]:
+        """Return FLOPs and KV bytes of the attention of decode rows."""
+        if not theta.any():
+            total = float(context.sum())
+            return self._attention_flops * (total + context.shape[0]), self._kv * total
+        pruned = theta > 0
+        read = np.where(pruned, self._dense_share + self._pruned_share * (self._score_bytes + kept), 1.0)
+        done = np.where(pruned, self._dense_share + self._pruned_share * (0.5 + kept), 1.0)
+        return self._attention_flops * float(np.dot(context + 1, done)), self._kv * float(np.dot(context, read))
+
+    def _prefill(self, cached: FloatArray, new: FloatArray) -> tuple[float, float]:
+        """Return FLOPs and KV bytes of the attention of prefill rows."""
+        return self._attention_flops * float(np.dot(new, cached + 0.5 * (new + 1.0))), self._kv * float(cached.sum())
+
     def step(
         self, context: IntArray, n_tokens: IntArray, samples: npt.NDArray[np.bool_], theta: FloatArray, kept: FloatArray
     ) -> StepCost:
@@ -201,36 +215,24 @@ class Roofline:
         """
         if n_tokens.shape[0] == 0:
             return StepCost(self.device.overhead_s, 0.0, 0.0)
-        keys = context + 1.0
-        decode = samples & (n_tokens == 1)
-        tokens, sampling = int(n_tokens.sum()), int(np.count_nonzero(samples))
+        rows, tokens, sampling = n_tokens.shape[0], int(n_tokens.sum()), int(np.count_nonzero(samples))
         layer_flops = 2.0 * self.model.layer_params * tokens
         seconds = self.device.overhead_s + self._time(layer_flops / self._matmul_s, self._layer_bytes / self._bytes_s)
-        flops = layer_flops
+        flops, kv_bytes = layer_flops, 0.0
         if sampling:
             head_flops = 2.0 * self.model.head_params * sampling
             seconds += self._time(head_flops / self._matmul_s, self._head_bytes / self._bytes_s)
             flops += head_flops
-        decoding = int(np.count_nonzero(decode))
-        kv_bytes = 0.0
-        if decoding:
-            if theta.any():
-                pruned = theta > 0
-                read = np.where(pruned, self._dense_share + self._pruned_share * (self._score_bytes + kept), 1.0)
-                done = np.where(pruned, self._dense_share + self._pruned_share * (0.5 + kept), 1.0)
-                decode_bytes = self._kv * float(np.dot(context * decode, read))
-                decode_flops = self._attention_flops * float(np.dot(keys * decode, done))
-            else:
-                total = float(np.dot(context, decode))
-                decode_bytes, decode_flops = self._kv * total, self._attention_flops * (total + decoding)
-            seconds += self._time(decode_flops / self._attention_s, decode_bytes / self._bytes_s)
-            kv_bytes, flops = kv_bytes + decode_bytes, flops + decode_flops
-        if decoding < n_tokens.shape[0]:
-            cached, new = context[~decode].astype(np.float64), n_tokens[~decode].astype(np.float64)
-            prefill_bytes = self._kv * float(cached.sum())
-            prefill_flops = self._attention_flops * float(np.dot(new, cached + 0.5 * (new + 1.0)))
-            seconds += self._time(prefill_flops / self._attention_s, prefill_bytes / self._bytes_s)
-            kv_bytes, flops = kv_bytes + prefill_bytes, flops + prefill_flops
+        if tokens == sampling == rows:  # the steady state: nothing but decode rows
+            parts: tuple[tuple[float, float], ...] = (self._decode(context, theta, kept),)
+        else:
+            decode = samples & (n_tokens == 1)
+            rest = ~decode
+            prefill = self._prefill(context[rest].astype(np.float64), n_tokens[rest].astype(np.float64))
+            parts = (self._decode(context[decode], theta[decode], kept[decode]), prefill)
+        for part_flops, part_bytes in parts:
+            seconds += self._time(part_flops / self._attention_s, part_bytes / self._bytes_s)
+            flops, kv_bytes = flops + part_flops, kv_bytes + part_bytes
         return StepCost(seconds, flops, kv_bytes)
 
 

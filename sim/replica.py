@@ -15,7 +15,6 @@ A replica that makes no progress raises :class:`~entropic_ctl.errors.NoProgressE
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,12 +28,14 @@ from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import NoProgressError
 from entropic_ctl.loop import Loop
 from entropic_ctl.metrics import Metrics
-from entropic_ctl.signals import Finish, FinishReason, FloatArray, IntArray, StepPlan, StepResult
+from entropic_ctl.signals import Finish, StepPlan, StepResult
 from sim import cost as costs
 from sim.arrivals import Workload, make_workload
+from sim.clock import Clock
+from sim.step import StepModel
 from sim.trajectories import Trajectories, load_bank
 
-__all__ = ["MAX_IDLE_PLANS", "MAX_REDONE_POOLS", "Clock", "Replica", "SimulationResult", "simulate"]
+__all__ = ["MAX_IDLE_PLANS", "MAX_REDONE_POOLS", "Replica", "SimulationResult", "simulate"]
 
 MAX_IDLE_PLANS = 1000
 MAX_REDONE_POOLS = 10
@@ -42,42 +43,6 @@ _PROGRESS_EVERY = 256
 
 Progress = Callable[[int, int, float], None]
 """Called as ``progress(requests that left, requests in all, simulated seconds)``."""
-
-
-class Clock:
-    """Simulated seconds, summed without drift; never runs backwards."""
-
-    __slots__ = ("_low", "_sum", "now_s")
-
-    def __init__(self, start_s: float = 0.0) -> None:
-        self.now_s = self._sum = start_s
-        self._low = 0.0
-
-    def advance(self, seconds: float) -> float:
-        """Add a duration and return the new time.
-
-        Raises
-        ------
-        NoProgressError
-            If the duration is negative or not finite.
-        """
-        if not (seconds >= 0.0 and math.isfinite(seconds)):
-            raise NoProgressError(
-                f"a step of {seconds!r} s at t = {self.now_s:.6f} s: durations must be >= 0 and finite"
-            )
-        total = self._sum + seconds
-        big, small = (self._sum, seconds) if self._sum >= seconds else (seconds, self._sum)
-        self._low += (big - total) + small
-        self._sum = total
-        self.now_s = max(self.now_s, total + self._low)
-        return self.now_s
-
-    def jump(self, at_s: float) -> float:
-        """Move to an absolute time (ignored if it lies in the past) and return the time."""
-        if at_s > self.now_s:
-            self.now_s = self._sum = at_s
-            self._low = 0.0
-        return self.now_s
 
 
 @dataclass(frozen=True)
@@ -125,11 +90,10 @@ class Replica:
         pool_tokens: int,
         progress: Progress | None = None,
     ) -> None:
-        self.env, self.loop, self.cost, self.trajectories = env, loop, cost, trajectories
+        self.env, self.loop, self.model = env, loop, StepModel(cost, trajectories)
         self.workload, self.metrics, self.progress = workload, metrics, progress
         self.clock = Clock(float(env.now))
         self.iterations = self.submitted = self.left = 0
-        self.kl_sum, self.decode_tokens = 0.0, 0
         self._idle, self._redone, self._redone_limit = 0, 0, MAX_REDONE_POOLS * pool_tokens
 
     def run(self) -> Iterator[simpy.Event]:
@@ -147,7 +111,7 @@ class Replica:
             plan = loop.plan(start_s)
             for finish in plan.rejected:
                 self._leave(finish)
-            result = self._execute(plan)
+            result = self.model.run(plan, loop.temper, clock)
             yield self._until(result.end_s)
             finished = loop.observe(result)
             self.metrics.step(plan, result, finished)
@@ -195,72 +159,6 @@ class Replica:
             f"no progress at step {plan.step}, t = {self.clock.now_s:.6f} s: {what} with {self.loop.live} live and "
             f"{self.loop.backlog} waiting requests; enlarge engine.pages or check the scheduling policy"
         )
-
-    def _execute(self, plan: StepPlan) -> StepResult:
-        """Cost and outcome of one plan; moves the clock to the end of the step."""
-        samples = plan.samples
-        ids = plan.ids[samples]
-        kept, mean, worst, nats, theta, shift = self._prune(plan)
-        charge = self.cost.step(plan.context, plan.n_tokens, samples, theta, kept)
-        start_s = self.clock.now_s
-        end_s = self.clock.advance(charge.seconds)
-        if not ids.shape[0]:
-            return StepResult(
-                plan.step,
-                start_s,
-                end_s,
-                kept_fraction=kept,
-                pruned_mass_mean=mean,
-                pruned_mass_max=worst,
-                certificate_max=nats,
-                kv_bytes=charge.kv_bytes,
-                flops=charge.flops,
-            )
-        at, last = self.trajectories.select(ids)
-        view = self.trajectories.view(at, None if shift is None else shift[samples])
-        tempered = self.loop.temper(view)
-        self.trajectories.advance(ids, tempered.temperature)
-        finished = tuple(Finish(int(i), FinishReason.EOS) for i in ids[last]) if last.any() else ()
-        return StepResult(
-            plan.step,
-            start_s,
-            end_s,
-            ids,
-            np.full(ids.shape[0], -1, np.int64),
-            tempered.temperature,
-            tempered.model_entropy,
-            tempered.tempered_entropy,
-            tempered.varentropy,
-            kept,
-            mean,
-            worst,
-            nats,
-            charge.kv_bytes,
-            charge.flops,
-            finished,
-        )
-
-    def _prune(
-        self, plan: StepPlan
-    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray, FloatArray | None]:
-        """Return per row: kept share, mass bounds (mean, max), certificate in nats, effective theta, entropy shift."""
-        rows, theta = plan.n_rows, plan.theta_nats
-        kept, mean, worst, nats = np.ones(rows), np.zeros(rows), np.zeros(rows), np.zeros(rows)
-        decode = plan.samples & (plan.n_tokens == 1)
-        self.decode_tokens += int(np.count_nonzero(decode))
-        if not theta.any():
-            return kept, mean, worst, nats, theta, None
-        theta = np.where(decode, theta, 0.0)
-        pruned: IntArray = np.flatnonzero(theta)
-        if not pruned.shape[0]:
-            return kept, mean, worst, nats, theta, None
-        response = self.trajectories.response(plan.context[pruned], theta[pruned])
-        shift = np.zeros(rows)
-        kept[pruned], mean[pruned], worst[pruned] = response.kept, response.certificate_mean, response.certificate_max
-        nats[pruned] = -np.log1p(-np.minimum(response.certificate_max, 1.0 - 1e-12))
-        shift[pruned] = response.entropy_shift
-        self.kl_sum += float(response.kl.sum())
-        return kept, mean, worst, nats, theta, shift
 
 
 def simulate(
@@ -341,7 +239,7 @@ def simulate(
         iterations=replica.iterations,
         requests_in=replica.submitted,
         requests_out=replica.left,
-        kl_nats_mean=replica.kl_sum / replica.decode_tokens if replica.decode_tokens else 0.0,
+        kl_nats_mean=replica.model.kl_sum / replica.model.decode_tokens if replica.model.decode_tokens else 0.0,
         trace_rows_skipped=workload.skipped_rows,
         bank_context_beyond=trajectories.response.beyond_context,
         bank_temperature_beyond=trajectories.clamped_tokens,

@@ -19,12 +19,6 @@ the cubic Hermite interpolant with V as slopes, limited to three times the secan
 that interpolant, so H and V stay consistent for a law that takes Newton steps. Temperatures outside the grid are an
 error.
 
-**Response to pruning.** Kept share, certificates, KL and the shift of the entropy are bilinear in (context, theta).
-Below the first recorded context they go to those of dense attention at context 0; above the last they keep its
-value, which overstates what is read (the kept share falls with context), and the tokens concerned are counted. The
-entropy shift is added to the model entropy and to the tempered one, floored at 0. A theta beyond the recorded ones
-is an error.
-
 The selection rule, the interpolations and the end-of-text rule are ours. All of it works on columns, one entry per
 row.
 """
@@ -32,7 +26,6 @@ row.
 from __future__ import annotations
 
 import importlib.resources
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -43,8 +36,9 @@ from entropic_ctl.bank import Bank
 from entropic_ctl.config import LoopConfig
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FloatArray, IntArray
+from sim.response import Response, cell
 
-__all__ = ["BankView", "Response", "Responses", "Trajectories", "load_bank"]
+__all__ = ["BankView", "Trajectories", "load_bank"]
 
 _SLACK = 1e-9
 """Relative distance by which a temperature may miss the grid (exp of a log) before it is an error."""
@@ -77,7 +71,7 @@ class BankView:
         Added to both entropies (response to pruning).
     """
 
-    __slots__ = ("_H", "_V", "_flat", "_grid", "_model", "_shift", "_step")
+    __slots__ = ("_H", "_V", "_flat", "_grid", "_model", "_shift")
 
     def __init__(
         self,
@@ -89,7 +83,7 @@ class BankView:
     ) -> None:
         rows, points = entropy.shape
         self._H, self._V, self._grid, self._shift = entropy.ravel(), varentropy.ravel(), log_grid, shift
-        self._flat, self._step = np.arange(rows) * points, np.diff(log_grid)
+        self._flat = np.arange(0, rows * points, points)
         self._model = model_entropy if shift is None else np.maximum(model_entropy + shift, 0.0)
 
     @property
@@ -115,78 +109,21 @@ class BankView:
                 value=[float(temperature.min()), float(temperature.max())],
                 allowed=f"[{np.exp(grid[0]):g}, {np.exp(grid[-1]):g}]",
             )
-        j = np.clip(np.searchsorted(grid, u, side="right") - 1, 0, grid.shape[0] - 2)
-        width, at = self._step[j], self._flat + j
-        h0, h1 = self._H[at], self._H[at + 1]
-        s = np.clip((u - grid[j]) / width, 0.0, 1.0)
-        rise = np.maximum(h1 - h0, 0.0)
-        m0 = np.minimum(self._V[at] * width, 3.0 * rise)
-        m1 = np.minimum(self._V[at + 1] * width, 3.0 * rise)
-        a, b = m0 + m1 - 2.0 * rise, 3.0 * rise - 2.0 * m0 - m1  # H = h0 + s (m0 + s (b + s a))
+        j = cell(grid, u)
+        left, at = grid[j], self._flat + j
+        width = grid[j + 1] - left
+        h0 = self._H[at]
+        s = np.minimum(np.maximum((u - left) / width, 0.0), 1.0)
+        rise = np.maximum(self._H[at + 1] - h0, 0.0)
+        top = 3.0 * rise
+        m0 = np.minimum(self._V[at] * width, top)
+        m1 = np.minimum(self._V[at + 1] * width, top)
+        a, b = m0 + m1 - 2.0 * rise, top - 2.0 * m0 - m1  # H = h0 + s (m0 + s (b + s a))
         entropy = h0 + s * (m0 + s * (b + s * a))
         varentropy = np.maximum(m0 + s * (2.0 * b + 3.0 * s * a), 0.0) / width
         if self._shift is not None:
             entropy = np.maximum(entropy + self._shift, 0.0)
         return entropy, varentropy
-
-
-@dataclass(frozen=True, slots=True)
-class Responses:
-    """The response to pruning, per row (columns of shape (R,))."""
-
-    kept: FloatArray
-    certificate_mean: FloatArray
-    certificate_max: FloatArray
-    mass_mean: FloatArray
-    kl: FloatArray
-    entropy_shift: FloatArray
-
-
-class Response:
-    """Bilinear tables of a bank's response to theta.
-
-    Parameters
-    ----------
-    bank : Bank
-    """
-
-    def __init__(self, bank: Bank) -> None:
-        names = ("kept", "certificate_mean", "certificate_max", "mass_mean", "kl", "entropy_shift")
-        table = np.stack([getattr(bank, name) for name in names])  # (6, C, A)
-        dense = np.zeros((len(names), 1, bank.theta.shape[0]))
-        dense[0] = 1.0
-        self._context = np.concatenate(([0.0], bank.context))
-        self._theta = bank.theta
-        self._table = np.concatenate((dense, table), axis=1).reshape(len(names), -1)
-        self.beyond_context = 0
-        """Rows so far whose context lay above the last recorded one."""
-
-    def __call__(self, context: IntArray, theta: FloatArray) -> Responses:
-        """Interpolate at (context in tokens, theta in nats), each of shape (R,).
-
-        Raises
-        ------
-        BadInputError
-            If a theta lies outside the recorded ones.
-        """
-        if theta.size and not (theta.min() >= 0.0 and theta.max() <= self._theta[-1] * (1 + _SLACK)):
-            raise BadInputError(
-                "theta outside the recorded response",
-                where="entropy bank",
-                field="theta_nats",
-                value=[float(theta.min()), float(theta.max())],
-                allowed=f"[0, {self._theta[-1]:g}]",
-            )
-        wide = self._theta.shape[0]
-        self.beyond_context += int(np.count_nonzero(context > self._context[-1]))
-        i = np.clip(np.searchsorted(self._context, context, side="right") - 1, 0, self._context.shape[0] - 2)
-        j = np.clip(np.searchsorted(self._theta, theta, side="right") - 1, 0, wide - 2)
-        x = np.clip((context - self._context[i]) / (self._context[i + 1] - self._context[i]), 0.0, 1.0)
-        y = np.clip((theta - self._theta[j]) / (self._theta[j + 1] - self._theta[j]), 0.0, 1.0)
-        at, table = i * wide + j, self._table
-        low = table[:, at] * (1 - y) + table[:, at + 1] * y
-        high = table[:, at + wide] * (1 - y) + table[:, at + wide + 1] * y
-        return Responses(*(low * (1 - x) + high * x))
 
 
 class Trajectories:
@@ -217,10 +154,10 @@ class Trajectories:
         self._log_recorded = np.log(temperatures)
         self._start, self._length = bank.offset[:-1], np.diff(bank.offset)
         self._prompt, self._xi, self._ends = prompt, xi, ends
+        self._lowest = float(temperatures[0])  # what a greedy token counts as
         base = temperatures[0] if base_temperature <= 0 else base_temperature
         self._u = np.full(prompt.shape[0], np.log(base))
         self._token = np.zeros(prompt.shape[0], np.int64)
-        self._model = bank.model_entropy
         self.clamped_tokens = 0
         """Tokens so far whose temperature lay outside the recorded sampling temperatures."""
 
@@ -233,9 +170,12 @@ class Trajectories:
         """Return (row of the bank's token tables, whether this token is its text's last) for each request, (M,)."""
         u, recorded = self._u[ids], self._log_recorded
         if recorded.shape[0] > 1:
-            self.clamped_tokens += int(np.count_nonzero((u < recorded[0] - _SLACK) | (u > recorded[-1] + _SLACK)))
-            j = np.clip(np.searchsorted(recorded, u, side="right") - 1, 0, recorded.shape[0] - 2)
-            column = j + (self._xi[ids] < (u - recorded[j]) / (recorded[j + 1] - recorded[j]))
+            j = cell(recorded, u)
+            left = recorded[j]
+            weight = (u - left) / (recorded[j + 1] - left)
+            if weight.size and (weight.min() < -_SLACK or weight.max() > 1 + _SLACK):
+                self.clamped_tokens += int(np.count_nonzero((weight < -_SLACK) | (weight > 1 + _SLACK)))
+            column = j + (self._xi[ids] < weight)
         else:
             column = np.zeros(ids.shape[0], np.int64)
         k = self._table[self._prompt[ids], column]
@@ -260,8 +200,7 @@ class Trajectories:
     def advance(self, ids: IntArray, temperature: FloatArray) -> None:
         """Record that each request accepted one token, sampled at ``temperature`` (0 for greedy), shape (M,)."""
         self._token[ids] += 1
-        floor = np.exp(self._log_recorded[0])
-        self._u[ids] = np.log(np.where(temperature > 0, temperature, floor))
+        self._u[ids] = np.log(np.where(temperature > 0, temperature, self._lowest))
 
     def require_range(self, loop: LoopConfig) -> None:
         """Check once that no temperature or theta the laws can ask for lies outside the recorded ones.

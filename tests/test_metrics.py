@@ -46,7 +46,7 @@ def plan_of(
     )
 
 
-def result_of(
+def result_of(  # noqa: PLR0917
     step: int, start: float, end: float, token_ids: Sequence[int], H: Sequence[float], rows: int, kept: float = 1.0
 ) -> StepResult:
     entropy = np.array(H, np.float64)
@@ -161,6 +161,18 @@ def test_refused_and_cancelled_are_counted_once() -> None:
         m.submitted(Request(7, 0.0, 4, 4))
 
 
+def test_an_id_may_come_back_after_it_left() -> None:
+    m = Metrics(16)
+    for step in range(2):
+        m.submitted(Request(1, float(step), 4, 1))
+        m.step(
+            plan_of(step, [1], [0]), result_of(step, step, step + 1.0, [1], [2.0], 1), (Finish(1, FinishReason.EOS),)
+        )
+    assert m.requests_table()["output_tokens"].tolist() == [1, 1]
+    assert m.requests_table()["ttft_s"].tolist() == [1.0, 1.0]
+    assert m.summary()["requests_finished"] == 2
+
+
 def test_tokens_of_strangers_are_refused() -> None:
     m = Metrics(16)
     with pytest.raises(BadInputError, match="no such live request"):
@@ -197,8 +209,7 @@ def random_run(seed: int, steps: int, m: Metrics) -> dict[int, list[tuple[float,
         preempted = [i for i in slot_of if i not in ids and rng.random() < 0.2]
         plan = plan_of(step, ids, [slot_of[i] for i in ids], samples=samples, preempted=preempted, now_s=now)
         m.step(plan, result_of(step, now, end, named, H, len(ids)), finished)
-        for f in finished:
-            free.append(slot_of.pop(f.id))
+        free.extend([slot_of.pop(f.id) for f in finished])
         now = end
     return tokens
 

@@ -196,7 +196,7 @@ def audit_certificate(
         bytes_pruned += batch.kv_bytes
         true += [a.true_mass for a in batch.audits]
         certified += [a.certified_mass for a in batch.audits]
-        kept += [a.kept_fraction for a in batch.audits]
+        kept += [a.kept.mean() for a in batch.audits]
         kl.append(float((dense.exp() * (dense - pruned)).sum()))
     if not true:
         raise BadInputError(

@@ -54,14 +54,14 @@ class AttentionStatistics:
 class LayerAudit:
     """True (dense, float64, same cache) against certified, one row and pruned layer.
 
-    ``true_mass`` and ``certified_mass`` have shape (H,), ``kept_fraction`` is the share of (KV head, page) pairs read.
+    ``true_mass`` and ``certified_mass`` have shape (H,), ``kept`` is the bool mask (n_kv_heads, P) of the pages read.
     """
 
     layer: int
     row: int
     true_mass: FloatArray
     certified_mass: FloatArray
-    kept_fraction: float
+    kept: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)

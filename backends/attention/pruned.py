@@ -85,9 +85,9 @@ def page_bounds(
     centre = lse.reshape(heads * group, -1).cpu().numpy().astype(np.float64)
     delta = abs(scoring.scale) * reach.astype(np.float64) * (1.0 + 4.0 * gamma) + 1e-30
     delta += _lse_slack(centre, size) + (8 * _U * scoring.softcap if scoring.softcap is not None else 0.0)
-    lower, upper = centre - delta, centre + delta
-    unknown = ~np.isfinite(delta) | ~np.isfinite(centre)  # an overflowing or NaN query: read everything
-    return np.where(unknown, -np.inf, lower), np.where(unknown, np.inf, upper)
+    known = np.isfinite(delta) & np.isfinite(centre)  # an overflowing or NaN query: read everything
+    centre, delta = np.where(known, centre, 0.0), np.where(known, delta, np.inf)
+    return centre - delta, centre + delta
 
 
 def _exact_slack(
@@ -177,7 +177,7 @@ def pruned_decode(
     if paged.audit:
         true = true_page_mass(cache, layer, row, query, scoring)
         lost = np.where(np.repeat(~kept, n_heads // heads, axis=0), true, 0.0).sum(axis=1)
-        paged.audits.append(LayerAudit(layer, index, lost, mass, float(kept.mean())))
+        paged.audits.append(LayerAudit(layer, index, lost, mass, kept))
     return state.out.reshape(n_heads, dim).to(query.dtype)
 
 

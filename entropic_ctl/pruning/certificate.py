@@ -60,7 +60,7 @@ class Certificate:
 def mass_bound(log_pruned: npt.ArrayLike, log_kept: npt.ArrayLike) -> FloatArray:
     """Return U / (U + Z), rounded up, from ln U (upper bound) and ln Z (lower bound), any shape, nats.
 
-    U = 0 gives 0. A kept bound of ``-inf`` (or a NaN on either side) with U > 0 certifies nothing: 1.
+    U = 0 gives 0. A kept bound that is not finite (or a NaN on either side) with U > 0 certifies nothing: 1.
     """
     u, z = np.broadcast_arrays(np.asarray(log_pruned, np.float64), np.asarray(log_kept, np.float64))
     with np.errstate(invalid="ignore", over="ignore"):
@@ -74,8 +74,8 @@ def mass_bound(log_pruned: npt.ArrayLike, log_kept: npt.ArrayLike) -> FloatArray
 
 
 def kl_nats(mass: npt.ArrayLike) -> FloatArray:
-    """Return -ln(1 - m), rounded up, nats; m = 1 gives infinity."""
-    m = np.asarray(mass, np.float64)
+    """Return -ln(1 - m), rounded up, nats; m >= 1 gives infinity."""
+    m = np.minimum(np.asarray(mass, np.float64), 1.0)
     with np.errstate(divide="ignore"):
         loss = -np.log1p(-m)
     return np.where(m > 0, np.nextafter(loss, np.inf), 0.0)

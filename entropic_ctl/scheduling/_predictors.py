@@ -27,7 +27,8 @@ def normal_cdf(x: FloatArray) -> FloatArray:
 def ar1_reduction(h: FloatArray, mean: FloatArray, deviation: FloatArray, phi: FloatArray) -> FloatArray:
     """Return E[max(0, h - H')] for H' = mean + phi (h - mean) + noise, a stationary Gaussian AR(1).
 
-    With D = (1 - phi)(h - mean) and s' = s sqrt(1 - phi^2): D Phi(D/s') + s' pdf(D/s'); max(D, 0) where s' = 0.
+    With D = (1 - phi)(h - mean) and s' = s sqrt(1 - phi^2): D Phi(D/s') + s' pdf(D/s');
+    max(D, 0) where s' is 0 (below 1e-12).
 
     Parameters
     ----------
@@ -41,11 +42,12 @@ def ar1_reduction(h: FloatArray, mean: FloatArray, deviation: FloatArray, phi: F
     """
     drift = (1.0 - phi) * (h - mean)
     noise = deviation * np.sqrt(np.maximum(1.0 - phi * phi, 0.0))
-    scaled = np.clip(drift / np.where(noise > 0, noise, 1.0), -40.0, 40.0)
+    noisy = noise > 1e-12
+    scaled = np.clip(drift / np.where(noisy, noise, 1.0), -40.0, 40.0)
     pdf = np.exp(-0.5 * scaled * scaled) / math.sqrt(2 * math.pi)
     smooth = drift * normal_cdf(scaled) + noise * pdf
     floor = np.maximum(drift, 0.0)
-    return np.where(noise > 0, np.maximum(smooth, floor), floor)
+    return np.where(noisy, np.maximum(smooth, floor), floor)
 
 
 def ewma(view: ScheduleView) -> FloatArray:

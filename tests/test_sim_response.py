@@ -1,0 +1,33 @@
+"""The response to pruning: bounds, monotonicity, and corners worked by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from synthetic_bank import make_bank
+
+from entropic_ctl.errors import BadInputError
+from sim.response import Response
+
+BANK, _ = make_bank()
+
+
+@given(st.floats(0, 20_000), st.floats(0, 0.2))
+def test_response_is_bounded_and_monotone(context: float, theta: float) -> None:
+    response = Response(BANK)
+    got = response(np.array([context, context]), np.array([theta, theta / 2]))
+    assert ((got.kept > 0) & (got.kept <= 1)).all()
+    assert got.kept[0] <= got.kept[1] + 1e-12
+    assert got.kl[0] >= got.kl[1] - 1e-12
+    assert (-np.log1p(-got.certificate_max) <= np.array([theta, theta / 2]) + 1e-12).all()  # never above the budget
+
+
+def test_response_by_hand() -> None:
+    response = Response(BANK)
+    got = response(np.array([0, 128, 256, 640, 4096, 9999]), np.array([0.1, 0.1, 0.1, 0.075, 0.2, 0.2]))
+    np.testing.assert_allclose(got.kept, [1.0, 0.9, 0.8, (0.825 + 0.45) / 2, 0.11, 0.11])
+    assert response.beyond_context == 1
+    with pytest.raises(BadInputError, match="theta_nats"):
+        response(np.array([10]), np.array([0.21]))
