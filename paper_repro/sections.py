@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -99,7 +100,7 @@ def synergy_rows(synergy: Mapping[str, np.ndarray]) -> list[list[str]]:
 
 def print_table(console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; the first column is left-aligned, words too, numbers right."""
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", pad_edge=False)
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD)
     for i, name in enumerate(header):
         words = any(row[i][:1].isalpha() for row in rows)
         table.add_column(name, justify="left" if i == 0 or words else "right")

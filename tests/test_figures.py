@@ -84,9 +84,12 @@ def test_f1_fifty_plots_without_a_display_leave_no_open_figures(tmp_path: Path) 
     """F1: DISPLAY=localhost:64.0, 50 plots: files made, no open figures; pyplot (which would look for it) unused."""
     code = (
         "import sys\nfrom pathlib import Path\nsys.path.insert(0, 'tests')\n"
-        "from test_figures import response\nfrom figures import pruning_cost\n"
+        "from test_figures import draw_all\nfrom figures import style\n"
         f"folder = Path({str(tmp_path)!r})\n"
-        "for i in range(50):\n    pruning_cost.draw(response(), folder / f'{i}.png')\n"
+        "draw_all(folder)\n"
+        "for i in range(46):\n"
+        "    with style.canvas(folder / f'{i}.png', size=(2, 1.5)) as (_, axes):\n"
+        "        axes[0].plot([0, 1], [1, i])\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
         "import matplotlib.pyplot as plt\nassert plt.get_fignums() == []\n"
     )
