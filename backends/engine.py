@@ -7,71 +7,32 @@ which temperature and which pages, is decided by :class:`entropic_ctl.loop.Loop`
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import heapq
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from entropic_ctl.loop import Loop
 from torch import Tensor
 
 from backends.attention import PagedBatch, register
 from backends.audit import AuditTable, kl_nats
+from backends.flops import step_flops
+from backends.jobs import Job, OnText, Output, new_job
 from backends.kv_cache import PagedKVCache
 from backends.models import LoadedModel
 from backends.sampling import SamplingParams, TorchLogitView, process, sample, to_host
-from backends.text import TextStream
 from entropic_ctl.certificates import Verdict
 from entropic_ctl.config import RunConfig
-from entropic_ctl.errors import BadInputError, NoProgressError
-from entropic_ctl.signals import Finish, FinishReason, Request, StepPlan, StepResult
+from entropic_ctl.errors import EntropicError, NoProgressError
+from entropic_ctl.loop import Loop
+from entropic_ctl.signals import Finish, FinishReason, StepPlan, StepResult
 
 __all__ = ["Engine", "Output"]
 
 _IDLE_LIMIT = 1000
-OnText = Callable[[int, str], None]
 Probe = Callable[[StepPlan, Any, Tensor], None]
-
-
-@dataclass
-class Output:
-    """What became of one request; complete once ``finish`` is set.
-
-    Parameters
-    ----------
-    id : int
-    prompt_ids, token_ids : list of int
-        The prompt, and what was generated (an end-of-text token included).
-    text : str
-        Generated text, cut before a stop string.
-    arrival_s, first_token_s, end_s : float
-        Engine clock; NaN until it happened.
-    finish : Finish or None
-    """
-
-    id: int
-    prompt_ids: list[int]
-    arrival_s: float
-    token_ids: list[int] = field(default_factory=list)
-    text: str = ""
-    first_token_s: float = float("nan")
-    end_s: float = float("nan")
-    finish: Finish | None = None
-
-
-@dataclass
-class _Job:
-    """A request that has not left yet."""
-
-    request: Request
-    params: SamplingParams
-    known: list[int]
-    stream: TextStream | None
-    output: Output
 
 
 class Engine:
@@ -134,7 +95,7 @@ class Engine:
         self.outputs: dict[int, Output] = {}
         self._pruning = config.loop.pruning.config
         self._prunes = config.loop.pruning.name != "off"
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, Job] = {}
         self._waiting: list[tuple[float, int]] = []  # arrivals in the future
         self._next_id = 0
         self._clock, self._sleep, self._probe = clock, sleep, probe
@@ -173,52 +134,23 @@ class Engine:
         Raises
         ------
         BadInputError
-            If the prompt is empty, a token id lies outside the vocabulary, or stop strings meet a model without
-            tokenizer. A request that the engine can never serve is not an error: it leaves with ``REJECTED``.
+            If the prompt is empty, a token id lies outside the vocabulary, the arrival is not finite, or stop strings
+            meet a model without tokenizer. A request that can never be served is no error: it leaves ``REJECTED``.
         """
-        params = params or SamplingParams()
         ids = self.model.prompt_ids(prompt, chat=chat) if isinstance(prompt, str) else [int(t) for t in prompt]
-        self._validate(ids, params)
         number = self._next_id
-        self._next_id += 1
-        arrival = self.now() if arrival_s is None else float(arrival_s)
-        request = Request(
-            id=number,
-            arrival_s=arrival,
-            prompt_tokens=len(ids),
-            max_new_tokens=params.max_new_tokens,
-            greedy=params.greedy,
-            prefix_hashes=self._prefix_hashes(ids),
+        job = new_job(
+            self.model,
+            number,
+            ids,
+            params or SamplingParams(),
+            arrival_s=self.now() if arrival_s is None else float(arrival_s),
+            prefix_page=self.limits.page_tokens if self.limits.prefix_caching else 0,
         )
-        stream = TextStream(self.model.decode, params.stop) if self.model.tokenizer is not None else None
-        output = Output(number, ids, arrival)
-        self.outputs[number] = output
-        self._jobs[number] = _Job(request, params, list(ids), stream, output)
-        heapq.heappush(self._waiting, (arrival, number))
+        self._next_id += 1
+        self.outputs[number], self._jobs[number] = job.output, job
+        heapq.heappush(self._waiting, (job.request.arrival_s, number))
         return number
-
-    def _validate(self, ids: list[int], params: SamplingParams) -> None:
-        top = self.model.vocab_size - 1
-        if not ids:
-            raise BadInputError("empty prompt", where="submit", field="prompt", allowed="at least 1 token")
-        for name, tokens in (("prompt", ids), ("allowed", params.allowed or ())):
-            if bad := next((token for token in tokens if not 0 <= token <= top), None):
-                raise BadInputError(
-                    "token outside the vocabulary", where="submit", field=name, value=bad, allowed=f"[0, {top}]"
-                )
-        if params.stop and self.model.tokenizer is None:
-            raise BadInputError("the model has no tokenizer", where="submit", field="stop", value=params.stop)
-
-    def _prefix_hashes(self, ids: list[int]) -> tuple[int, ...]:
-        """Chained 63-bit hash of each full page of the prompt; empty unless prefixes are cached."""
-        if not self.limits.prefix_caching:
-            return ()
-        size, out, chain = self.limits.page_tokens, [], b""
-        for start in range(0, len(ids) - size + 1, size):
-            page = np.asarray(ids[start : start + size], np.int64).tobytes()
-            chain = hashlib.blake2b(chain + page, digest_size=16).digest()
-            out.append(int.from_bytes(chain[:8], "little") >> 1)
-        return tuple(out)
 
     def cancel(self, request_id: int) -> bool:
         """End a request now, free its pages, and return whether it was there."""
@@ -301,15 +233,8 @@ class Engine:
 
     def _leave(self, finish: Finish, on_text: OnText | None) -> None:
         job = self._jobs.pop(finish.id, None)
-        if job is None:
-            return
-        output = job.output
-        if job.stream is not None:
-            rest = job.stream.finish()
-            output.text = job.stream.text
-            if rest and on_text is not None:
-                on_text(finish.id, rest)
-        output.finish, output.end_s = finish, self.now()
+        if job is not None:
+            job.leave(finish, self.now(), on_text)
 
     # -- one forward pass -------------------------------------------------------------------------------------------
 
@@ -342,11 +267,11 @@ class Engine:
             pruned_mass_max=np.asarray(statistics.pruned_mass_max, np.float64),
             certificate_max=np.asarray(statistics.certificate_max, np.float64),
             kv_bytes=float(statistics.kv_bytes),
-            flops=self._flops(plan, rows.size, kept),
+            flops=step_flops(self.model, plan, kept, self._pruning.dense_layers),
             finished=tuple(finished),
         )
 
-    def _pack(self, plan: StepPlan, jobs: list[_Job]) -> Tensor:
+    def _pack(self, plan: StepPlan, jobs: list[Job]) -> Tensor:
         """Return the tokens of all rows, packed without padding, int64 (1, T)."""
         spans = list(zip(plan.context.tolist(), plan.n_tokens.tolist(), strict=True))
         tokens = [t for job, (start, count) in zip(jobs, spans, strict=True) for t in job.known[start : start + count]]
@@ -361,6 +286,8 @@ class Engine:
             logits_to_keep=batch.last_index,
             paged=batch,
         ).logits
+        if batch.kv_bytes == 0:
+            raise EntropicError("the model's attention was switched away from the paged one while an engine used it")
         return out[0].float()
 
     def _dense_logits(self, plan: StepPlan, inputs: Tensor) -> Tensor | None:
@@ -385,7 +312,7 @@ class Engine:
         self._origin += self._clock() - before
 
     def _choose(
-        self, plan: StepPlan, jobs: list[_Job], rows: Any, logits: Tensor, on_text: OnText | None
+        self, plan: StepPlan, jobs: list[Job], rows: Any, logits: Tensor, on_text: OnText | None
     ) -> tuple[Any, Any, dict[str, Any], list[Finish]]:
         """Temper and sample; extend texts; return (ids, tokens, per-token columns, driver-ended requests)."""
         picked = [jobs[row] for row in rows]
@@ -407,7 +334,7 @@ class Engine:
         ]
         now = self.now() if good.size else 0.0
         for i, token in zip(good, tokens.tolist(), strict=True):
-            reason = self._accept(picked[i], token, now, on_text)
+            reason = picked[i].accept(token, now, self.model.eos_ids, on_text)
             if reason is not None:
                 finished.append(Finish(picked[i].request.id, reason))
         columns = {
@@ -417,27 +344,3 @@ class Engine:
             "varentropy": tempered.varentropy[good],
         }
         return plan.ids[rows[good]], tokens, columns, finished
-
-    def _accept(self, job: _Job, token: int, now: float, on_text: OnText | None) -> FinishReason | None:
-        output = job.output
-        if not output.token_ids:
-            output.first_token_s = now
-        output.token_ids.append(token)
-        job.known.append(token)
-        if token in self.model.eos_ids:
-            return FinishReason.EOS
-        if job.stream is None:
-            return None
-        delta = job.stream.push(token)
-        output.text = job.stream.text
-        if delta and on_text is not None:
-            on_text(job.request.id, delta)
-        return FinishReason.STOP if job.stream.stopped else None
-
-    def _flops(self, plan: StepPlan, sampled: int, kept: Any) -> float:
-        """Multiply-adds of the pass times 2: weights per token, output head per sampling row, attention per pair."""
-        shape = self.model.shape
-        n, context = plan.n_tokens.astype(np.float64), plan.context.astype(np.float64)
-        pairs = np.where(plan.n_tokens == 1, kept * (context + 1), n * context + n * (n + 1) / 2)
-        weights = 2.0 * shape.body_parameters * n.sum() + 2.0 * shape.hidden * self.model.vocab_size * sampled
-        return float(weights + 4.0 * shape.layers * shape.heads * shape.head_dim * pairs.sum())

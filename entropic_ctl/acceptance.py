@@ -18,13 +18,14 @@ class Outcome:
     """What a step result meant: who left, the slot of each accepted token, the slots that became free.
 
     ``token_rows`` indexes ``StepResult.token_ids`` (tokens of requests cancelled meanwhile are left out), and
-    ``token_slots[i]`` is the slot of that token.
+    ``token_slots[i]`` is the slot of that token. ``distinct`` says that no slot occurs twice for sure.
     """
 
     finished: tuple[Finish, ...]
     token_rows: IntArray
     token_slots: IntArray
     freed: IntArray
+    distinct: bool = False
 
 
 def match_tokens(plan: StepPlan, result: StepResult, table: SlotTable) -> tuple[IntArray, IntArray]:

@@ -331,7 +331,8 @@ class Batcher:
         s = self.slots
         here = s.id[plan.slots] == plan.ids
         sampling = plan.slots[plan.samples]
-        if here.all() and np.array_equal(result.token_ids, plan.ids[plan.samples]):
+        distinct = bool(here.all()) and np.array_equal(result.token_ids, plan.ids[plan.samples])
+        if distinct:
             token_rows, token_slots = np.arange(sampling.shape[0]), sampling
             before = s.cached[plan.slots] if s.hashes else _NONE
             s.cached[plan.slots] = plan.context + plan.n_tokens
@@ -354,4 +355,4 @@ class Batcher:
         freed = [s.slot_of[finish.id] for finish in finished]
         if freed:
             self._remove(freed)
-        return Outcome(tuple(finished), token_rows, token_slots, np.asarray(freed, np.int64))
+        return Outcome(tuple(finished), token_rows, token_slots, np.asarray(freed, np.int64), distinct)

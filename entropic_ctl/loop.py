@@ -73,6 +73,7 @@ class Loop:
             temperature, pruning, scheduling, slots=engine.max_live, observation_lag=engine.observation_lag
         )
         self.batcher = Batcher(engine, scheduling.config)
+        self._reads_view = bool(getattr(scheduling, "reads_view", True))
         self._recorder = recorder
         self._plan: StepPlan | None = None
         self._sampling: IntArray = np.empty(0, np.int64)
@@ -135,6 +136,8 @@ class Loop:
         return plan
 
     def _score(self, slots: IntArray) -> FloatArray:
+        if not self._reads_view:
+            return np.zeros(slots.shape[0])
         return self.policy.scores(self.batcher.view(self._now_s, slots, self.policy.signals(slots)))
 
     def temper(self, view: LogitView) -> Tempered:
@@ -173,7 +176,7 @@ class Loop:
             if rows.shape[0] < model.shape[0]:
                 model, tempered = model[rows], tempered[rows]
             greedy = self.batcher.slots.greedy[slots]
-            self.policy.observe(slots, model, tempered, greedy)
+            self.policy.observe(slots, model, tempered, greedy, distinct=outcome.distinct)
         if outcome.freed.shape[0]:
             self.policy.stop(outcome.freed)
         if self._recorder is not None:

@@ -170,6 +170,8 @@ class Policy:
         tempered_entropy: FloatArray,
         greedy: npt.NDArray[np.bool_],
         valid: npt.NDArray[np.bool_] | None = None,
+        *,
+        distinct: bool = False,
     ) -> None:
         """Update every law once per accepted token.
 
@@ -183,6 +185,8 @@ class Policy:
             Tokens whose request is in T = 0 mode: the micro law is not updated.
         valid : bool array, shape (M,), optional
             False leaves a token out.
+        distinct : bool
+            The caller knows that no slot occurs twice.
         """
         use = np.isfinite(model_entropy) & (greedy | np.isfinite(tempered_entropy))
         if valid is not None:
@@ -190,7 +194,7 @@ class Policy:
         if not use.all():
             slots, greedy = slots[use], greedy[use]
             model_entropy, tempered_entropy = model_entropy[use], tempered_entropy[use]
-        if slots.shape[0] and len(set(slots.tolist())) < slots.shape[0]:
+        if not distinct and len(set(slots.tolist())) < slots.shape[0]:
             for rows in _rounds(slots):
                 self._update(slots[rows], model_entropy[rows], tempered_entropy[rows], greedy[rows])
         elif slots.shape[0]:
@@ -210,11 +214,17 @@ class Policy:
             if slots.shape[0] == 0:
                 return
         if not greedy.any():
-            self.u[slots] = self.temperature.update(self.u[slots], tempered)
+            u = self.u[slots]
+            after = self.temperature.update(u, tempered)
+            if after is not u:
+                self.u[slots] = after
         elif not greedy.all():
             rows = slots[~greedy]
             self.u[rows] = self.temperature.update(self.u[rows], tempered[~greedy])
-        self.theta[slots], self.timer[slots] = self.pruning.update(self.theta[slots], self.timer[slots], model)
+        theta, timer = self.theta[slots], self.timer[slots]
+        wider, later = self.pruning.update(theta, timer, model)
+        if wider is not theta or later is not timer:  # a law that is off returns its arguments
+            self.theta[slots], self.timer[slots] = wider, later
         stats, seen = self._stats[slots], self.seen[slots]
         started = seen > 0
         last = stats[:, _LAST]

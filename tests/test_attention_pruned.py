@@ -52,11 +52,11 @@ def test_no_true_mass_exceeds_its_certificate(keys, dtype, shape, theta, options
     length = pages * page - int(torch.randint(0, page, (1,), generator=g))
 
     table = torch.arange(pages - 1)
-    lower, upper = page_bounds(cache, 0, table, q.float().reshape(kv_heads, group, dim), scoring)
+    lower, upper = page_bounds(cache, 0, table, q.float().reshape(1, kv_heads, group, dim), scoring)
     k = cache.k[0].double().repeat_interleave(group, dim=1)
     s = torch.einsum("hd,bhtd->hbt", q.double(), k) * scoring.scale
     s = s if softcap is None else softcap * torch.tanh(s / softcap)
-    true = torch.logsumexp(s, -1)[:, :-1].numpy()
+    true = torch.logsumexp(s, -1)[:, :-1].numpy().T
     assert (lower <= true).all()
     assert (true <= upper).all()
 
@@ -64,7 +64,7 @@ def test_no_true_mass_exceeds_its_certificate(keys, dtype, shape, theta, options
     batch = PagedBatch.from_plan(single_row_plan(length - 1, 1, range(pages), theta_nats=theta), cache, rule)
     batch.audit = True
     assert batch.rows[0].candidates.tolist() == list(range(pages - 1))
-    pruned_decode(batch, 0, 0, q, scoring)
+    pruned_decode(batch, 0, q[None], scoring)
     audit = batch.audits[0]
     assert (audit.true_mass <= audit.certified_mass).all()
     assert (audit.certified_mass[audit.true_mass > 0] < 1).all()
@@ -80,7 +80,7 @@ def test_bounds_are_tight_for_ordinary_keys() -> None:
     cache.k[0] = torch.randn(cache.k[0].shape, generator=g)
     cache.v.zero_()
     cache.seal_pages(np.arange(50))
-    lower, upper = page_bounds(cache, 0, torch.arange(50), torch.randn(1, 3, 64, generator=g), Scoring(0.125))
+    lower, upper = page_bounds(cache, 0, torch.arange(50), torch.randn(1, 1, 3, 64, generator=g), Scoring(0.125))
     assert 0.01 < (upper - lower).mean() < 0.12
 
 
@@ -93,7 +93,7 @@ def test_a_query_that_overflows_reads_everything() -> None:
     assert batch.rows[0].theta_nats == 0.0  # all three pages are protected
     rule = PruningConfig(sink_pages=0, recent_pages=1, dense_layers=0)
     batch = PagedBatch.from_plan(single_row_plan(9, 1, range(3), theta_nats=1.0), cache, rule)
-    pruned_decode(batch, 0, 0, torch.full((2, 4), torch.inf), Scoring(0.5))
+    pruned_decode(batch, 0, torch.full((1, 2, 4), torch.inf), Scoring(0.5))
     assert batch.statistics().kept_fraction[0] == 1.0
     assert batch.statistics().certificate_max[0] == 0.0
 

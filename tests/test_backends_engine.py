@@ -14,7 +14,7 @@ from backends import models
 from backends.engine import Engine
 from backends.sampling import SamplingParams
 from entropic_ctl import config as configs
-from entropic_ctl.errors import BadInputError, UncertifiedError
+from entropic_ctl.errors import BadInputError, EntropicError, UncertifiedError
 from entropic_ctl.metrics import Metrics
 from entropic_ctl.signals import FinishReason, StepPlan, StepResult
 
@@ -454,12 +454,23 @@ def test_bad_requests_are_refused_with_field_and_value(model: models.LoadedModel
         engine.submit([-1])
     with pytest.raises(BadInputError, match=r"allowed.*999"):
         engine.submit([1], SamplingParams(allowed=(999,)))
+    with pytest.raises(BadInputError, match=r"arrival_s.*nan"):
+        engine.submit([1], arrival_s=float("nan"))
     bare = start(models.wrap(tiny_llama(), None))
     with pytest.raises(BadInputError, match="stop"):
         bare.submit([1], SamplingParams(stop=("x",)))
     with pytest.raises(BadInputError, match="tokenizer"):
         bare.submit("text")
     assert nothing_left(engine)
+
+
+def test_attention_switched_under_the_engine_is_an_error() -> None:
+    own = models.wrap(tiny_llama(), None)
+    engine = start(own)
+    own.model.set_attn_implementation("sdpa")
+    engine.submit([1, 2])
+    with pytest.raises(EntropicError, match="switched"):
+        engine.run()
 
 
 def test_an_uncertified_gain_is_refused(model: models.LoadedModel) -> None:

@@ -71,9 +71,7 @@ def test_response_is_dense_at_zero_and_certified_elsewhere(bank: banks.Bank) -> 
     assert (bank.kl[:, 1:] >= 0).all()
 
 
-def test_same_seed_same_bank_also_from_file(
-    model: models.LoadedModel, bank: banks.Bank, tmp_path: Path
-) -> None:
+def test_same_seed_same_bank_also_from_file(model: models.LoadedModel, bank: banks.Bank, tmp_path: Path) -> None:
     again, other = record(model, **SMALL), record(model, **SMALL, seed=1)
     for field in dataclasses.fields(banks.Bank):
         np.testing.assert_array_equal(getattr(again, field.name), getattr(bank, field.name))

@@ -386,6 +386,21 @@ def test_pruned_steps_carry_the_recorded_response() -> None:
     np.testing.assert_allclose(result.tokens["model_entropy"], expected, rtol=1e-6)
 
 
+def test_a_pruned_row_beside_a_prefill_row_keeps_its_own_response() -> None:
+    """Row 0 is still in its prompt (no token, never pruned) while row 1 decodes under theta."""
+    loop = {"pruning": {"law": "budget", "theta_nats": 0.1, "theta_wide_nats": 0.1}}
+    config = setup(loop, pages=1000, max_batch_tokens=1024, prefill_chunk=300)
+    result = run(config, jobs([3000, 256], [1, 3]), keep_tokens=True)
+    assert result.tokens is not None
+    mine = result.tokens["id"] == 1
+    assert result.tokens["index"][mine].tolist() == [0, 1, 2]
+    assert result.tokens["kept_fraction"][mine][1] == pytest.approx(0.8)
+    start = BANK.offset[5]  # prompt 1 at T = 0.8
+    expected = BANK.model_entropy[start : start + 3] + np.array([0.0, 0.01, 0.01])
+    np.testing.assert_allclose(result.tokens["model_entropy"][mine], expected, rtol=1e-6)
+    assert (result.steps["end_s"][:3] < result.requests["ttft_s"][0]).all()  # the prompt was still being read
+
+
 def test_progress_is_reported_and_ends_at_the_total() -> None:
     calls: list[tuple[int, int, float]] = []
     run(setup(), jobs([4] * 3, [300] * 3), progress=lambda *args: calls.append(args))

@@ -141,6 +141,17 @@ def test_a_recorded_end_of_text_ends_the_request_after_exactly_its_length() -> N
     assert places == list(range(BANK.offset[k], BANK.offset[k + 1]))
 
 
+def test_switching_to_a_text_that_is_already_over_ends_with_its_last_token() -> None:
+    length = int(BANK.offset[2] - BANK.offset[1])
+    trajectories, one = columns(1, base=1.2), np.zeros(1, np.int64)
+    for _ in range(length + 3):
+        trajectories.advance(one, np.full(1, 1.2))
+    trajectories.advance(one, np.full(1, 0.8))  # now the recording at 0.8 is read, which ended before
+    at, last = trajectories.select(one)
+    assert last[0]
+    assert at[0] == BANK.offset[2] - 1
+
+
 def test_a_censored_recording_wraps_and_never_ends() -> None:
     k = 2  # prompt 0 at T = 1.2, censored
     assert not BANK.ended[k]

@@ -8,6 +8,7 @@ their pages are, and how much each may lose.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ from entropic_ctl.pruning.base import PruningConfig
 from entropic_ctl.pruning.certificate import kl_nats
 from entropic_ctl.signals import FloatArray, IntArray, StepPlan
 
-__all__ = ["AttentionStatistics", "LayerAudit", "PagedBatch", "Row"]
+__all__ = ["AttentionStatistics", "LayerAudit", "PagedBatch", "PrunedRows", "Row"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,80 @@ class Row:
     fixed: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class PrunedRows:
+    """The n rows with a positive budget, ragged page lists padded to rectangles.
+
+    Parameters
+    ----------
+    rows : int64 array, shape (n,)
+        Their index in the batch.
+    tokens : int64 tensor, shape (n,)
+        Their place in the packed axis.
+    length, n_pages, fixed_tokens : int64 array, shape (n,)
+        Tokens cached after this step; pages; tokens in fixed pages.
+    theta_nats : FloatArray, shape (n,)
+    candidates : int64 tensor, shape (S,)
+        Page ids of all candidates, row after row.
+    candidate_row, candidate_at : int64 array, shape (S,)
+        Row (0..n-1) and column of each candidate in ``padded``.
+    padded : int64 tensor, shape (n, C)
+        Candidate page ids, padded with the row's first one.
+    n_candidates : int64 array, shape (n,)
+    fixed : int64 tensor, shape (n, F)
+        Page ids of the fixed pages in order, padded with the row's first one.
+    fixed_valid : bool tensor, shape (n, F * page_tokens)
+        True for written slots of fixed pages (padding is False).
+    """
+
+    rows: IntArray
+    tokens: torch.Tensor
+    length: IntArray
+    n_pages: IntArray
+    fixed_tokens: IntArray
+    theta_nats: FloatArray
+    candidates: torch.Tensor
+    candidate_row: IntArray
+    candidate_at: IntArray
+    padded: torch.Tensor
+    n_candidates: IntArray
+    fixed: torch.Tensor
+    fixed_valid: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: list[Row], page_tokens: int) -> PrunedRows:
+        """Lay out the rows whose budget is positive (at least one)."""
+        index = [r for r, row in enumerate(rows) if row.theta_nats > 0.0]
+        mine = [rows[r] for r in index]
+        device = mine[0].table.device
+
+        def pad(lists: list[torch.Tensor]) -> torch.Tensor:
+            width = max(x.shape[0] for x in lists)
+            return torch.stack([torch.cat([x, x[:1].expand(width - x.shape[0])]) for x in lists])
+
+        count = np.array([row.candidates.shape[0] for row in mine], np.int64)
+        length = np.array([row.length for row in mine], np.int64)
+        n_fixed = np.array([row.fixed.shape[0] for row in mine], np.int64)
+        fixed_tokens = (n_fixed - 1) * page_tokens + (length - 1) % page_tokens + 1  # the page being written is last
+        fixed = pad([row.table[row.fixed] for row in mine])
+        slot = torch.arange(fixed.shape[1] * page_tokens, device=device)
+        return cls(
+            rows=np.array(index, np.int64),
+            tokens=torch.tensor([row.start for row in mine], device=device),
+            length=length,
+            n_pages=np.array([row.table.shape[0] for row in mine], np.int64),
+            fixed_tokens=fixed_tokens,
+            theta_nats=np.array([row.theta_nats for row in mine]),
+            candidates=torch.cat([row.table[row.candidates] for row in mine]),
+            candidate_row=np.repeat(np.arange(len(mine)), count),
+            candidate_at=np.concatenate([np.arange(n) for n in count]),
+            padded=pad([row.table[row.candidates] for row in mine]),
+            n_candidates=count,
+            fixed=fixed,
+            fixed_valid=slot < torch.from_numpy(fixed_tokens).to(device).unsqueeze(1),
+        )
+
+
 @dataclass
 class PagedBatch:
     """Metadata of one packed forward pass; make it with :meth:`from_plan`.
@@ -121,7 +196,6 @@ class PagedBatch:
         n = len(self.rows)
         self._kept = np.zeros(n)
         self._mass_sum, self._mass_max, self._error_max = np.zeros(n), np.zeros(n), np.zeros(n)
-        self._heads = np.zeros(n, np.int64)
         self._layers = np.zeros(n, np.int64)
 
     @classmethod
@@ -177,6 +251,11 @@ class PagedBatch:
         last = torch.from_numpy((stops - 1)[plan.samples].astype(np.int64)).to(device)
         return cls(cache, pruning, rows, packed(pages), packed(offsets), packed(positions), last)
 
+    @cached_property
+    def pruned(self) -> PrunedRows:
+        """The rows that are pruned, laid out for one pass over all of them."""
+        return PrunedRows.of(self.rows, self.cache.page_tokens)
+
     @property
     def n_tokens(self) -> int:
         """Packed tokens T."""
@@ -197,28 +276,28 @@ class PagedBatch:
         self.kv_bytes += tokens * self.cache.token_bytes
 
     def record_pruned(
-        self, row: int, kept: npt.NDArray[np.bool_], mass: FloatArray, read_tokens: float, output_error: float = 0.0
+        self, kept: FloatArray, mass: FloatArray, read_tokens: FloatArray, output_error: FloatArray | None
     ) -> None:
-        """Account for one pruned layer of one row.
+        """Account for one pruned layer of all rows in :attr:`pruned`.
 
-        ``kept`` (n_kv_heads, P) over all pages of the row, ``mass`` (H,), ``read_tokens`` the tokens whose K and V were
-        read, mean over KV heads.
+        ``kept`` (n,) share of (KV head, page) pairs read, ``mass`` (n, H), ``read_tokens`` (n,) tokens whose K and V
+        were read, mean over KV heads, ``output_error`` (n,).
         """
-        scored = int(self.rows[row].candidates.shape[0])
-        per_page = self.cache.score_page_bytes + (self.cache.value_page_bytes if self.want_output_error else 0)
-        self.kv_bytes += read_tokens * self.cache.token_bytes + scored * per_page
-        self._kept[row] += float(kept.mean())
-        self._layers[row] += 1
-        self._mass_sum[row] += float(mass.sum())
-        self._heads[row] += mass.shape[0]
-        self._mass_max[row] = max(self._mass_max[row], float(mass.max()))
-        self._error_max[row] = max(self._error_max[row], output_error)
+        index, candidates = self.pruned.rows, int(self.pruned.candidates.shape[0])
+        per_page = self.cache.score_page_bytes + (self.cache.value_page_bytes if output_error is not None else 0)
+        self.kv_bytes += float(read_tokens.sum()) * self.cache.token_bytes + candidates * per_page
+        self._kept[index] += kept
+        self._layers[index] += 1
+        self._mass_sum[index] += mass.mean(axis=1)
+        self._mass_max[index] = np.maximum(self._mass_max[index], mass.max(axis=1))
+        if output_error is not None:
+            self._error_max[index] = np.maximum(self._error_max[index], output_error)
 
     def statistics(self) -> AttentionStatistics:
         """Return what has been recorded since construction; call it after the forward pass."""
         pruned = self._layers > 0
         kept = np.where(pruned, self._kept / np.maximum(self._layers, 1), 1.0)
-        mean = self._mass_sum / np.maximum(self._heads, 1)
+        mean = self._mass_sum / np.maximum(self._layers, 1)
         return AttentionStatistics(
             kept, mean, self._mass_max.copy(), kl_nats(self._mass_max), self.kv_bytes, self._error_max.copy()
         )

@@ -99,13 +99,15 @@ def paged_attention(
     scoring = Scoring(cache.head_dim**-0.5 if scaling is None else float(scaling), softcap)
     cache.write(layer, key[0], value[0], paged.page, paged.offset)
     out = torch.empty(query.shape[2], query.shape[1], query.shape[3], dtype=query.dtype, device=query.device)
-    for r, row in enumerate(paged.rows):
-        q = query[0, :, row.start : row.stop]
-        if row.theta_nats > 0.0 and layer >= paged.pruning.dense_layers and sliding_window is None:
-            o = pruned_decode(paged, layer, r, q[:, 0], scoring, s_aux=s_aux).unsqueeze(1)
-        else:
+    prunes = layer >= paged.pruning.dense_layers and sliding_window is None
+    for row in paged.rows:
+        if not (prunes and row.theta_nats > 0.0):
+            q = query[0, :, row.start : row.stop]
             o = _dense(paged, layer, row, q, scoring, window=sliding_window, s_aux=s_aux)
-        out[row.start : row.stop] = o.transpose(0, 1)
+            out[row.start : row.stop] = o.transpose(0, 1)
+    if prunes and any(row.theta_nats > 0.0 for row in paged.rows):
+        at = paged.pruned.tokens
+        out[at] = pruned_decode(paged, layer, query[0].transpose(0, 1)[at], scoring, s_aux=s_aux)
     return out.unsqueeze(0), None
 
 

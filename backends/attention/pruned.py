@@ -1,4 +1,6 @@
-"""Pruned decode of one row in one layer: score pages from the shadow, choose, read the chosen ones, certify the rest.
+"""Pruned decode in one layer: score pages from the shadow, choose, read the chosen ones, certify the rest.
+
+All pruned rows of a step go through at once; their page lists are padded, padding is masked and never read as a value.
 
 1. Read the fixed pages (sinks, recent, not sealed) exactly: a partial state, and an interval on its log-mass.
 2. Bound every candidate page's log-mass from 8-bit codes (:func:`page_bounds`).
@@ -12,9 +14,9 @@ in any order of summation, fused or not. Hence, with the scale's own rounding an
     |s - exact| <= scale g_{D+6} sum_d |q_d| M_d,    M_d = |minimum_d| + 255 step_d     (shadow scores)
     |s - exact| <= scale g_{D+6} |q|_2 max_i |k_i|_2                                     (real keys; Cauchy-Schwarz)
 
-where the shadow's two extra roundings (product by the step, sum with the minimum) are inside the +6. A log-sum-exp of n
-scores adds at most (n + 32) u (exp to 4 ulp, subtraction of the maximum at most u |d| e^d <= u / e per term, the sum
-g_n) plus 4 u |lse|. A score cap is 1-Lipschitz and adds 8 u cap. Reduced-precision float32 products (TF32, bf16) would
+where the shadow's two extra roundings (product by the step, sum with the minima's part) are inside the +6. A
+log-sum-exp of n scores adds at most (n + 32) u (exp to 4 ulp, subtraction of the maximum at most u |d| e^d <= u / e per
+term, the sum g_n) plus 4 u |lse|. A score cap is 1-Lipschitz and adds 8 u cap. Reduced-precision float32 products (TF32, bf16) would
 break the first line and are refused.
 """
 
@@ -24,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from backends.attention.batch import LayerAudit, PagedBatch, Row
-from backends.attention.reference import Scoring, State, attend, merge, scores, with_sink
+from backends.attention.batch import LayerAudit, PagedBatch, PrunedRows, Row
+from backends.attention.reference import Scoring, State, attend, merge, with_sink
 from backends.kv_cache import PagedKVCache
 from entropic_ctl.pruning.certificate import mass_bound, output_error
 from entropic_ctl.pruning.select import select
@@ -45,11 +47,7 @@ def _lse_slack(lse: FloatArray, terms: int) -> FloatArray:
 
 
 def page_bounds(
-    cache: PagedKVCache,
-    layer: int,
-    pages: torch.Tensor,
-    query: torch.Tensor,
-    scoring: Scoring,
+    cache: PagedKVCache, layer: int, pages: torch.Tensor, query: torch.Tensor, scoring: Scoring
 ) -> tuple[FloatArray, FloatArray]:
     """Bound the log-mass of sealed pages from their shadow alone.
 
@@ -59,165 +57,208 @@ def page_bounds(
     layer : int
     pages : int64 tensor, shape (S,)
         Ids of sealed pages.
-    query : float32 tensor, shape (n_kv_heads, G, D)
-        Exact values of the queries, grouped by KV head.
+    query : float32 tensor, shape (S or 1, n_kv_heads, G, D)
+        Exact values of the queries, grouped by KV head, one set per page or one for all.
     scoring : Scoring
 
     Returns
     -------
-    lower, upper : FloatArray, shape (n_kv_heads * G, S)
+    lower, upper : FloatArray, shape (S, n_kv_heads * G)
         ln(sum over the page's tokens of exp(score)) in exact arithmetic lies between, for each query head.
     """
-    shadow, size = cache.shadow, cache.page_tokens
+    shadow, size, dim = cache.shadow, cache.page_tokens, query.shape[-1]
     step = shadow.step[layer].index_select(0, pages).float()  # (S, n_kv_heads, D)
     minimum = shadow.minimum[layer].index_select(0, pages).float()
     error = shadow.error[layer].index_select(0, pages).float()
-    keys = torch.addcmul(
-        minimum.unsqueeze(-2), shadow.codes[layer].index_select(0, pages).float(), step.unsqueeze(-2)
-    )  # (S, n_kv_heads, page, D)
-    heads, group, dim = query.shape
-    s = scores(query, keys.transpose(0, 1).reshape(heads, -1, dim), scoring)
-    lse = torch.logsumexp(s.reshape(heads, group, -1, size), dim=-1)
+    codes = shadow.codes[layer].index_select(0, pages).float()  # (S, n_kv_heads, page, D)
+    # scale (sum_d (q_d step_d) c_d + sum_d q_d minimum_d): the step goes into the query, not into every key
+    s = torch.matmul(query * step.unsqueeze(-2), codes.transpose(-1, -2))  # (S, n_kv_heads, G, page)
+    s = (s + torch.matmul(query, minimum.unsqueeze(-1))) * scoring.scale
+    if scoring.softcap is not None:
+        s = scoring.softcap * torch.tanh(s / scoring.softcap)
+    centre = _host(torch.logsumexp(s, dim=-1).flatten(1))
     gamma = _gamma(dim + 6)
     # |q| . (error + gamma M): all terms are non-negative, so float32 is off by a factor of at most 1 + g_{D+6}
     width = error + gamma * (minimum.abs() + 255.0 * step)
-    reach = torch.matmul(query.abs(), width.permute(1, 2, 0)).reshape(heads * group, -1).cpu().numpy()
-    centre = lse.reshape(heads * group, -1).cpu().numpy().astype(np.float64)
-    delta = abs(scoring.scale) * reach.astype(np.float64) * (1.0 + 4.0 * gamma) + 1e-30
+    reach = _host(torch.matmul(query.abs(), width.unsqueeze(-1)).flatten(1))
+    delta = abs(scoring.scale) * reach * (1.0 + 4.0 * gamma) + 1e-30
     delta += _lse_slack(centre, size) + (8 * _U * scoring.softcap if scoring.softcap is not None else 0.0)
     known = np.isfinite(delta) & np.isfinite(centre)  # an overflowing or NaN query: read everything
     centre, delta = np.where(known, centre, 0.0), np.where(known, delta, np.inf)
     return centre - delta, centre + delta
 
 
+def _host(x: torch.Tensor) -> FloatArray:
+    return np.asarray(x.cpu().numpy(), np.float64)
+
+
 def _exact_slack(
-    query: torch.Tensor, key_norm: torch.Tensor, lse: torch.Tensor, terms: int, scoring: Scoring
+    query_norm: FloatArray, key_norm: FloatArray, lse: FloatArray, terms: npt.NDArray[np.int64], dim: int
 ) -> FloatArray:
-    """Bound |computed - exact| log-sum-exp over ``terms`` real keys of norm at most ``key_norm``, shape (H,)."""
-    dim = query.shape[-1]
-    reach = (query.norm(dim=-1) * key_norm.unsqueeze(-1)).reshape(-1).cpu().numpy().astype(np.float64)
+    """Bound |computed - exact| log-sum-exp over ``terms`` (n,) real keys; (n, H), the scale is in the query's norm."""
     gamma = _gamma(dim + 6)
-    slack = abs(scoring.scale) * gamma * reach * (1.0 + 8.0 * gamma)
-    slack += _lse_slack(lse.reshape(-1).cpu().numpy().astype(np.float64), terms + 8)
-    return slack + (8 * _U * scoring.softcap if scoring.softcap is not None else 0.0)
+    return query_norm * key_norm * gamma * (1.0 + 8.0 * gamma) + _lse_slack(lse, terms[:, None] + 8)
 
 
 def pruned_decode(
     paged: PagedBatch,
     layer: int,
-    index: int,
     query: torch.Tensor,
     scoring: Scoring,
     *,
     s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend for one new token over the pages its budget requires; statistics go to ``paged``.
+    """Attend for one new token of every pruned row over the pages its budget requires; statistics go to ``paged``.
 
     Parameters
     ----------
     paged : PagedBatch
-    layer, index : int
-        Layer of the cache; row of the batch (its ``theta_nats`` is positive and it has candidates).
-    query : tensor, shape (H, D)
+        At least one of its rows has a positive budget.
+    layer : int
+    query : tensor, shape (n, H, D)
+        Queries of the rows in ``paged.pruned``, in order.
     scoring : Scoring
     s_aux : tensor, shape (H,), optional
         Learned sink logit per query head.
 
     Returns
     -------
-    tensor, shape (H, D), dtype of ``query``
+    tensor, shape (n, H, D), dtype of ``query``
     """
-    row, cache = paged.rows[index], paged.cache
-    size, heads = cache.page_tokens, cache.n_kv_heads
-    n_heads, dim = query.shape
-    q = query.float().reshape(heads, n_heads // heads, dim)
+    cache, rows = paged.cache, paged.pruned
+    heads = cache.n_kv_heads
+    n, n_heads, dim = query.shape
+    q = query.float().reshape(n, heads, n_heads // heads, dim)
+    q_norm = abs(scoring.scale) * _host(q.norm(dim=-1).flatten(1))  # (n, H)
+    cap = 8 * _U * scoring.softcap if scoring.softcap is not None else 0.0
 
-    fixed_tokens = int(row.fixed.shape[0] - 1) * size + (row.length - 1) % size + 1  # the page being written is last
-    fixed = row.table[row.fixed]
-    k = cache.k[layer].index_select(0, fixed).transpose(0, 1).reshape(heads, -1, dim)[:, :fixed_tokens].float()
-    v = cache.v[layer].index_select(0, fixed).transpose(0, 1).reshape(heads, -1, dim)[:, :fixed_tokens]
-    state = attend(q, k, v, scoring)
-    fixed_norm = k.norm(dim=-1).amax(dim=-1)
-    fixed_slack = _exact_slack(q, fixed_norm, state.lse, fixed_tokens, scoring)
-    fixed_lse = state.lse.reshape(-1).cpu().numpy().astype(np.float64)
+    state, fixed_norm = _attend_fixed(cache, layer, rows, q, scoring)
+    norm = np.repeat(_host(fixed_norm), n_heads // heads, axis=1)
+    lse = _host(state.lse.flatten(1))
+    slack = _exact_slack(q_norm, norm, lse, rows.fixed_tokens, dim) + cap
 
-    candidates = row.table[row.candidates]
-    lower, upper = page_bounds(cache, layer, candidates, q, scoring)
-    free = lower.shape[1]
-    lower = np.concatenate([lower, (fixed_lse - fixed_slack)[:, None]], axis=1)  # all fixed pages as one
-    upper = np.concatenate([upper, (fixed_lse + fixed_slack)[:, None]], axis=1)
-    broken = ~(lower <= upper)
-    lower[broken], upper[broken] = -np.inf, np.inf
+    width = rows.padded.shape[1]
+    lower, upper = np.full((2, n, n_heads, width + 1), -np.inf)  # padding: empty pages; last column: all fixed pages
+    per_page = q[torch.from_numpy(rows.candidate_row).to(q.device)] if n > 1 else q
+    low, up = page_bounds(cache, layer, rows.candidates, per_page, scoring)
+    lower[rows.candidate_row, :, rows.candidate_at] = low
+    upper[rows.candidate_row, :, rows.candidate_at] = up
+    known = np.isfinite(lse) & np.isfinite(slack)
+    lower[:, :, width] = np.where(known, lse - slack, -np.inf)
+    upper[:, :, width] = np.where(known, lse + slack, np.inf)
     chosen = select(
-        lower,
-        upper,
-        np.arange(free + 1) == free,
-        row.theta_nats,
-        heads,
+        lower.reshape(n * n_heads, width + 1),
+        upper.reshape(n * n_heads, width + 1),
+        np.arange(width + 1) == width,
+        np.repeat(rows.theta_nats, heads),
+        n * heads,
         selection=paged.pruning.selection,
     )
-    read = [np.flatnonzero(chosen.kept[j, :free]) for j in range(heads)]
-    state = merge(state, _read(cache, layer, candidates, q, read=read, scoring=scoring))
+    kept = chosen.kept.reshape(n, heads, width + 1)[:, :, :width]
+    kept &= (np.arange(width) < rows.n_candidates[:, None])[:, None]
+    state = merge(state, _attend_kept(cache, layer, rows, q, kept=kept, scoring=scoring))
 
-    key_norm = torch.maximum(fixed_norm, cache.shadow.key_norm[layer].index_select(0, candidates).amax(dim=0))
-    slack = _exact_slack(q, key_norm, state.lse, row.length, scoring)
-    log_kept = state.lse.reshape(-1).cpu().numpy().astype(np.float64) - slack
-    mass = np.minimum(chosen.mass, mass_bound(chosen.log_pruned, log_kept))
+    sealed_norm = cache.shadow.key_norm[layer][rows.padded].amax(dim=1)  # (n, n_kv_heads)
+    norm = np.repeat(_host(torch.maximum(fixed_norm, sealed_norm)), n_heads // heads, axis=1)
+    lse = _host(state.lse.flatten(1))
+    log_kept = lse - _exact_slack(q_norm, norm, lse, rows.length, dim) - cap
+    mass = np.minimum(chosen.mass, mass_bound(chosen.log_pruned, log_kept.reshape(-1))).reshape(n, n_heads)
     if s_aux is not None:  # one more kept term: the mass lost, as a share of the total, only shrinks
         state = with_sink(state, s_aux.reshape(heads, -1))
 
-    kept = np.ones((heads, row.table.shape[0]), np.bool_)
-    kept[:, row.candidates.cpu().numpy()] = chosen.kept[:, :free]
-    error = (
-        _output_error(cache, layer, candidates, state, kept=chosen.kept[:, :free], mass=mass)
-        if paged.want_output_error
-        else 0.0
-    )
-    paged.record_pruned(index, kept, mass, fixed_tokens + size * float(np.mean([i.size for i in read])), error)
+    n_fixed = rows.n_pages - rows.n_candidates
+    share = (n_fixed + kept.sum(axis=2).mean(axis=1)) / rows.n_pages
+    read = rows.fixed_tokens + cache.page_tokens * kept.sum(axis=2).mean(axis=1)
+    error = _output_error(cache, layer, rows, state, kept=kept, mass=mass) if paged.want_output_error else None
+    paged.record_pruned(share, mass, read, error)
     if paged.audit:
-        true = true_page_mass(cache, layer, row, query, scoring)
-        lost = np.where(np.repeat(~kept, n_heads // heads, axis=0), true, 0.0).sum(axis=1)
-        paged.audits.append(LayerAudit(layer, index, lost, mass, kept))
-    return state.out.reshape(n_heads, dim).to(query.dtype)
+        _audit(paged, layer, query, scoring, kept=kept, mass=mass)
+    return state.out.reshape(n, n_heads, dim).to(query.dtype)
 
 
-def _read(
+def _attend_fixed(
+    cache: PagedKVCache, layer: int, rows: PrunedRows, query: torch.Tensor, scoring: Scoring
+) -> tuple[State, torch.Tensor]:
+    """Attend over the fixed pages; also the largest key norm (n, n_kv_heads). Slots never written are zeroed first."""
+    valid = rows.fixed_valid[:, None, :, None]
+
+    def tokens(pool: torch.Tensor) -> torch.Tensor:
+        pages = pool[rows.fixed].transpose(1, 2)  # (n, n_kv_heads, F, page, D)
+        flat = pages.reshape(*pages.shape[:2], -1, pages.shape[-1]).float()
+        return torch.where(valid, flat, torch.zeros_like(flat))
+
+    k = tokens(cache.k[layer])
+    state = attend(query, k, tokens(cache.v[layer]), scoring, rows.fixed_valid[:, None, None])
+    return state, k.norm(dim=-1).amax(dim=-1)
+
+
+def _attend_kept(
     cache: PagedKVCache,
     layer: int,
-    candidates: torch.Tensor,
+    rows: PrunedRows,
     query: torch.Tensor,
     *,
-    read: list[npt.NDArray[np.int64]],
+    kept: npt.NDArray[np.bool_],
     scoring: Scoring,
 ) -> State:
-    """Attend over the chosen pages, each KV head over its own list (possibly empty)."""
-    dim, parts = query.shape[-1], []
-    for j, chosen in enumerate(read):
-        pages = candidates[torch.from_numpy(chosen).to(candidates.device)]
-        k = cache.k[layer][pages, j].reshape(-1, dim)
-        v = cache.v[layer][pages, j].reshape(-1, dim)
-        parts.append(attend(query[j], k, v, scoring))
-    return State(torch.stack([p.out for p in parts]), torch.stack([p.lse for p in parts]))
+    """Attend over the chosen candidates, each (row, KV head) over its own list, padded with one of its own pages."""
+    count = kept.sum(axis=2)
+    most, size, dim = int(count.max()), cache.page_tokens, query.shape[-1]
+    column = np.argsort(~kept, axis=2, kind="stable")[:, :, :most]
+    real = np.arange(most) < count[:, :, None]
+    column = np.where(real, column, column[:, :, :1])
+    device = query.device
+    index = torch.from_numpy(column).to(device)
+    pages = rows.padded[torch.arange(kept.shape[0], device=device)[:, None, None], index]  # (n, n_kv_heads, most)
+    head = torch.arange(kept.shape[1], device=device)[None, :, None]
+    k = cache.k[layer][pages, head].reshape(*kept.shape[:2], most * size, dim)
+    v = cache.v[layer][pages, head].reshape(*kept.shape[:2], most * size, dim)
+    if real.all():
+        return attend(query, k, v, scoring)
+    mask = torch.from_numpy(np.repeat(real, size, axis=2)).to(device).unsqueeze(2)  # (n, n_kv_heads, 1, tokens)
+    if not count.all():  # a list without pages has nothing of its own to pad with: what it gathered must not be a value
+        v = torch.where(mask.transpose(2, 3), v, torch.zeros_like(v))
+    return attend(query, k, v, scoring, mask)
 
 
 def _output_error(
     cache: PagedKVCache,
     layer: int,
-    candidates: torch.Tensor,
+    rows: PrunedRows,
     state: State,
     *,
     kept: npt.NDArray[np.bool_],
     mass: FloatArray,
-) -> float:
-    """Bound the largest Euclidean output error over the query heads, from value centres and radii."""
-    group, worst = state.out.shape[1], 0.0
-    for j in range(cache.n_kv_heads):
-        pages = candidates[torch.from_numpy(np.flatnonzero(~kept[j])).to(candidates.device)]
+) -> FloatArray:
+    """Bound the largest Euclidean output error of each row over its query heads, from value centres and radii."""
+    group, worst = state.out.shape[2], np.zeros(kept.shape[0])
+    for r, j in np.ndindex(kept.shape[:2]):
+        dropped = np.flatnonzero(~kept[r, j, : rows.n_candidates[r]])
+        pages = rows.padded[r, torch.from_numpy(dropped).to(state.out.device)]
         centre = cache.shadow.value_centre[layer][pages, j].double()
-        away = (state.out[j].double().unsqueeze(1) - centre).norm(dim=-1).cpu().numpy()  # (G, S)
-        radius = cache.shadow.value_radius[layer][pages, j].double().cpu().numpy()
-        worst = max(worst, float(output_error(mass[j * group : (j + 1) * group], away, radius).max(initial=0.0)))
+        away = _host((state.out[r, j].double().unsqueeze(1) - centre).norm(dim=-1))  # (G, S)
+        radius = _host(cache.shadow.value_radius[layer][pages, j])
+        bound = output_error(mass[r, j * group : (j + 1) * group], away, radius)
+        worst[r] = max(worst[r], float(bound.max(initial=0.0)))
     return worst
+
+
+def _audit(
+    paged: PagedBatch,
+    layer: int,
+    query: torch.Tensor,
+    scoring: Scoring,
+    *,
+    kept: npt.NDArray[np.bool_],
+    mass: FloatArray,
+) -> None:
+    for i, r in enumerate(paged.pruned.rows):
+        row = paged.rows[r]
+        mask = np.ones((kept.shape[1], row.table.shape[0]), np.bool_)
+        mask[:, row.candidates.cpu().numpy()] = kept[i, :, : row.candidates.shape[0]]
+        true = true_page_mass(paged.cache, layer, row, query[i], scoring)
+        lost = np.where(np.repeat(~mask, query.shape[1] // kept.shape[1], axis=0), true, 0.0).sum(axis=1)
+        paged.audits.append(LayerAudit(layer, int(r), lost, mass[i], mask))
 
 
 def true_page_mass(cache: PagedKVCache, layer: int, row: Row, query: torch.Tensor, scoring: Scoring) -> FloatArray:

@@ -69,7 +69,7 @@ def heads_per_group(n_heads: int, n_kv_heads: int) -> int:
 
 
 def _validated(
-    lower: npt.ArrayLike, upper: npt.ArrayLike, protected: npt.ArrayLike, theta_nats: float
+    lower: npt.ArrayLike, upper: npt.ArrayLike, protected: npt.ArrayLike, theta: FloatArray
 ) -> tuple[FloatArray, FloatArray, npt.NDArray[np.bool_]]:
     lo, up = np.asarray(lower, np.float64), np.asarray(upper, np.float64)
     fixed = np.asarray(protected, np.bool_)
@@ -87,8 +87,8 @@ def _validated(
             allowed="lower <= upper",
             remedy="give an unknown page the interval (-inf, inf): it is then kept",
         )
-    if not theta_nats >= 0.0:
-        raise BadInputError("not a budget", field="theta_nats", value=theta_nats, allowed="[0, inf)")
+    if not (theta >= 0.0).all():
+        raise BadInputError("not a budget", field="theta_nats", value=theta.tolist(), allowed="[0, inf)")
     return lo, up, fixed
 
 
@@ -110,7 +110,7 @@ def select(
     lower: npt.ArrayLike,
     upper: npt.ArrayLike,
     protected: npt.ArrayLike,
-    theta_nats: float,
+    theta_nats: float | FloatArray,
     n_kv_heads: int,
     *,
     selection: str = "union",
@@ -124,9 +124,10 @@ def select(
         page is kept), ``upper = -inf`` an empty page. ``lower = inf`` counts as no information.
     protected : bool array, shape (P,)
         Pages that are read in any case.
-    theta_nats : float
-        Budget >= 0; at 0 every page is kept. An infinite budget keeps the protected pages, or the best of each head
-        where there are none: attention is never empty.
+    theta_nats : float or array, shape (n_kv_heads,)
+        Budget >= 0, one per KV head if several requests are stacked along the head axes. At 0 every page is kept. An
+        infinite budget keeps the protected pages, or the best of each head where there are none: attention is never
+        empty.
     n_kv_heads : int
         Divides H.
     selection : {"union", "group_mean"}
@@ -136,12 +137,15 @@ def select(
     BadInputError
         On shapes that disagree, an empty or NaN interval, a negative or NaN budget, or an unknown selection.
     """
-    lo, up, fixed = _validated(lower, upper, protected, theta_nats)
+    theta = np.asarray(theta_nats, np.float64)
+    lo, up, fixed = _validated(lower, upper, protected, theta)
     n_heads, pages = up.shape
+    if theta.shape not in ((), (n_kv_heads,)):
+        raise BadInputError("shapes disagree", field="theta_nats", value=theta.shape, allowed="() or (n_kv_heads,)")
     group = heads_per_group(n_heads, n_kv_heads)
     if selection not in ("union", "group_mean"):
         raise BadInputError("no such selection", field="selection", value=selection, allowed="union, group_mean")
-    if theta_nats == 0.0 or fixed.all():
+    if not theta.any() or fixed.all():
         nothing = np.zeros(n_heads)
         return Selection(np.ones((n_kv_heads, pages), np.bool_), nothing, np.full(n_heads, -np.inf))
     lo = np.where(lo == np.inf, -np.inf, lo)
@@ -171,7 +175,8 @@ def select(
     rest[:, :-1] = np.cumsum(sorted_lo[:, :0:-1], axis=1)[:, ::-1]
     mass = _mass(dropped, rest, pages)
     loss = kl_nats(mass.reshape(families, heads, pages).mean(axis=1) * (1 + heads * _EPS if heads > 1 else 1.0))
-    allowed = loss <= theta_nats
+    each = np.repeat(np.broadcast_to(theta, n_kv_heads), families // n_kv_heads)[:, None]
+    allowed = (loss <= each) & (each > 0)
     allowed[:, pages - max(int(fixed.sum()), 1) :] = False  # protected pages come last; never drop everything
     if not known.all():
         allowed &= known.reshape(families, heads).all(axis=1)[:, None]

@@ -63,7 +63,11 @@ class ScheduleView:
 
 
 class SchedulingPolicy(Protocol):
-    """A macro policy."""
+    """A macro policy.
+
+    A policy whose scores are always equal may say ``reads_view = False`` (a class attribute, not required): the loop
+    then does not build the view at all.
+    """
 
     @property
     def config(self) -> SchedulingConfig:

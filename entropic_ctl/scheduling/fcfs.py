@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -19,6 +20,8 @@ class Config(SchedulingConfig):
 
 class Fcfs:
     """Equal scores: the arrival order breaks every tie."""
+
+    reads_view: ClassVar[bool] = False  # the loop need not build the columns
 
     def __init__(self, config: Config) -> None:
         self.config = config
