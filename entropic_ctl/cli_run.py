@@ -320,7 +320,7 @@ def bench_engine(model: str | None, *, json_file: Path | None) -> None:
     cli_output.check_file(json_file, "--json")
     config = with_overrides(RunConfig(), model=model)
     loaded = load_model(config)
-    values = need("backends.bench", "engine").bench_engine(loaded)
+    values = need("backends.bench", "engine").bench_engine(loaded, progress=_say)
     _show("engine", values)
     write_json(json_file, values, config)
 
@@ -337,4 +337,4 @@ def bench_certificate(context: int, theta: float, model: str | None, *, json_fil
     values = dataclasses.asdict(audit.audit_certificate(loaded.model, tokens, theta))
     _show("certificate", values)
     write_json(json_file, values, config)
-    return 0 if values["violations"] == 0 else 1
+    return 1 if values["violations"] or values["over_budget"] else 0

@@ -27,7 +27,9 @@ from sim.tune import Gain, tune
 __all__ = ["run", "tuned"]
 
 
-def tuned(config: RunConfig, certifier: Certifier, trials: int, progress: Progress) -> tuple[LoopConfig, Any]:
+def tuned(
+    config: RunConfig, certifier: Certifier, bank: Any, trials: int, progress: Progress
+) -> tuple[LoopConfig, Any]:
     """Tune three gains of the full loop in simulation, the temperature gain inside the certified range.
 
     Returns
@@ -47,6 +49,7 @@ def tuned(config: RunConfig, certifier: Certifier, trials: int, progress: Progre
         trials=trials,
         gain_limit=limit,
         certify=certifier.verdict,
+        bank=bank,
         progress=lambda done, total, best: progress(
             f"tune: trial {done} of {total}, best cost {best:+.3f}", done / total
         ),
@@ -68,7 +71,23 @@ def tuning_note(trials: Mapping[str, np.ndarray]) -> str:
     )
 
 
-def run(work: Path, *, seed: int = 0, size: Size | None = None, progress: Progress | None = None) -> Outcome:
+def materials(model: Any, bank: Any, say: Progress) -> tuple[Any, Any]:
+    """Return model and bank, the embedded and the shipped one where None is given."""
+    if model is None:
+        fetch.fetch(lambda line: say(f"model: {line}", 0.01))
+        model = models.load()
+    return model, load_bank() if bank is None else bank
+
+
+def run(
+    work: Path,
+    *,
+    seed: int = 0,
+    size: Size | None = None,
+    progress: Progress | None = None,
+    model: Any = None,
+    bank: Any = None,
+) -> Outcome:
     """Run the demonstration and write tables, figures and ``report.html`` into ``work``.
 
     Parameters
@@ -80,16 +99,18 @@ def run(work: Path, *, seed: int = 0, size: Size | None = None, progress: Progre
     size : Size, optional
     progress : callable, optional
         (what, share of the whole).
+    model : backends.models.LoadedModel, optional
+        In place of the embedded default.
+    bank : entropic_ctl.bank.Bank, optional
+        In place of the shipped one.
     """
     size = size or Size()
     say = span(progress, 0.0, 1.0)
     say("model: look for it", 0.0)
-    fetch.fetch(lambda line: say(f"model: {line}", 0.01))
-    model = models.load()
-    bank = load_bank()
+    model, bank = materials(model, bank, say)
     config = setup.simulation_config(seed, size)
-    certifier = Certifier(config, model.vocab_size)
-    loop, trials = tuned(with_seed(config, seed + 1), certifier, size.tune_trials, span(progress, 0.05, 0.2))
+    recorded, certifier = Certifier(config, int(bank.meta["vocab_size"])), Certifier(config, model.vocab_size)
+    loop, trials = tuned(with_seed(config, seed + 1), recorded, bank, size.tune_trials, span(progress, 0.05, 0.2))
     config = with_loop(config, loop)
     table = arms(loop)
     study = Study(work, "Entropic-time inference: demonstration", config, table, f"entropic demo --seed {seed}")
@@ -110,10 +131,15 @@ def run(work: Path, *, seed: int = 0, size: Size | None = None, progress: Progre
         return logs[arm]
 
     engine = RealEngine(
-        with_loop(setup.engine_config(seed), loop), model, setup.prompts(model), certifier, size.max_new_tokens, log
+        with_loop(setup.engine_config(seed), loop),
+        model,
+        setup.prompts(model, size.long_tokens),
+        certifier,
+        size.max_new_tokens,
+        log,
     )
     simulated = experiments.ablation(
-        {"simulation": Simulation(config, certifier)},
+        {"simulation": Simulation(config, recorded, bank)},
         table,
         {"simulation": size.sim_repeats},
         seed,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
-from backends import fetch, models
 from paper_repro import demo, experiments, setup
 from paper_repro.arms import arms, with_loop
 from paper_repro.claims import ARMS, BASELINE
@@ -14,7 +14,6 @@ from paper_repro.outcome import Outcome
 from paper_repro.setup import Size
 from paper_repro.study import Study, span
 from paper_repro.worlds import Certifier, RealEngine, Simulation
-from sim.trajectories import load_bank
 
 __all__ = ["FULL", "QUICK", "run"]
 
@@ -30,6 +29,8 @@ def run(
     repeats: int | None = None,
     size: Size | None = None,
     progress: Progress | None = None,
+    model: Any = None,
+    bank: Any = None,
 ) -> Outcome:
     """Run the ablation and write tables, figures and ``report.html`` into ``work``.
 
@@ -47,16 +48,17 @@ def run(
     size : Size, optional
         In place of the version's own.
     progress : callable, optional
+    model, bank : optional
+        In place of the embedded default model and the shipped bank.
     """
     size = size or (QUICK if quick else FULL)
     if repeats is not None:
         size = dataclasses.replace(size, engine_repeats=repeats)
     say = span(progress, 0.0, 1.0)
     say("model: look for it", 0.0)
-    fetch.fetch(lambda line: say(f"model: {line}", 0.01))
-    model = models.load()
+    model, bank = demo.materials(model, bank, say)
     config = setup.simulation_config(seed, size)
-    certifier = Certifier(config, model.vocab_size)
+    recorded, certifier = Certifier(config, int(bank.meta["vocab_size"])), Certifier(config, model.vocab_size)
     table = arms(config.loop)
     command = f"entropic repro{' --quick' if quick else ''} --seed {seed}"
     study = Study(work, "Entropic-time inference: the paper's claims, tested", config, table, command)
@@ -73,13 +75,13 @@ def run(
     engine = RealEngine(
         with_loop(setup.engine_config(seed), config.loop),
         model,
-        setup.prompts(model),
+        setup.prompts(model, size.long_tokens),
         certifier,
         size.max_new_tokens,
         log,
     )
     simulated = experiments.ablation(
-        {"simulation": Simulation(config, certifier)},
+        {"simulation": Simulation(config, recorded, bank)},
         table,
         {"simulation": size.sim_repeats},
         seed,
@@ -94,6 +96,6 @@ def run(
     say("replay the engine's logs", 0.92)
     demo.verify_replay(study, logs)
     say("draw", 0.95)
-    study.draw(engine, load_bank(), model.vocab_size)
+    study.draw(engine, bank, model.vocab_size)
     say("write the report", 0.98)
     return study.finish(engine, [arm for arm in ARMS if arm != BASELINE])

@@ -30,6 +30,8 @@ class Size:
         Simulated requests per run; runs per arm.
     engine_repeats, max_new_tokens : int
         Runs per arm on the engine; tokens per request there.
+    long_tokens : int
+        Length of the long prompt.
     tune_trials : int
         Simulations spent on tuning.
     """
@@ -39,6 +41,7 @@ class Size:
     engine_repeats: int = 3
     max_new_tokens: int = 32
     tune_trials: int = 16
+    long_tokens: int = LONG_TOKENS
 
 
 def simulation_config(seed: int, size: Size) -> RunConfig:

@@ -97,17 +97,26 @@ class Certifier:
 
 
 class Simulation:
-    """The simulated world of one workload."""
+    """The simulated world of one workload.
 
-    def __init__(self, config: RunConfig, certifier: Certifier) -> None:
-        self.config, self._certifier = config, certifier
+    Parameters
+    ----------
+    config : RunConfig
+    certifier : Certifier
+        For the vocabulary of the bank.
+    bank : entropic_ctl.bank.Bank, optional
+        In place of the one the config names.
+    """
+
+    def __init__(self, config: RunConfig, certifier: Certifier, bank: Any = None) -> None:
+        self.config, self._certifier, self._bank = config, certifier, bank
 
     def __call__(self, arm: str, loop: LoopConfig, seed: int) -> dict[str, float]:  # noqa: ARG002
         """Run one arm once."""
         from sim.replica import simulate
 
         config = with_seed(with_loop(self.config, loop), seed)
-        result = simulate(config, verdict=self._certifier.verdict(loop))
+        result = simulate(config, verdict=self._certifier.verdict(loop), bank=self._bank)
         out = row(result.summary, None, _float(result.summary.get("kl_nats_mean")))
         for column, key in (("kept_fraction", "kept_fraction_mean"), ("certified_mass_mean", "pruned_mass_mean")):
             out[column] = _float(result.summary.get(key))
