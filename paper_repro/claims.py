@@ -1,0 +1,97 @@
+"""The paper's claims as data, labelled as the paper's. No number in this module is, or may become, a result of ours.
+
+Source: arXiv 2603.03310, its table of relative performance and the ranges stated in its prose. Ratios are to its own
+baseline (standard inference: dense attention, fixed temperature).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["ARMS", "BASELINE", "CLAIMS", "PROSE", "Claim", "Range", "claim", "table"]
+
+BASELINE = "baseline"
+ARMS = (BASELINE, "sampling only", "scheduling only", "attention only", "full loop")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One number of the paper's table.
+
+    Parameters
+    ----------
+    arm : str
+        Configuration, one of :data:`ARMS`.
+    metric : str
+        ``latency``, ``throughput``, ``efficiency`` (d tau / dC) or ``quality``.
+    paper : float
+        Ratio to the paper's baseline.
+    higher_is_better : bool
+        Direction of improvement.
+    """
+
+    arm: str
+    metric: str
+    paper: float
+    higher_is_better: bool
+
+    @property
+    def gain(self) -> float:
+        """Claimed improvement as a log ratio, positive when the paper says it got better."""
+        size = math.log(self.paper)
+        return size if self.higher_is_better else -size
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A range stated in prose, as ratios to baseline: ``low`` <= claimed <= ``high``."""
+
+    name: str
+    arm: str
+    metric: str
+    low: float
+    high: float
+    text: str
+
+
+_TABLE = {
+    "latency": (False, (1.00, 0.98, 0.88, 0.85, 0.70)),
+    "throughput": (True, (1.00, 1.02, 1.15, 1.20, 1.40)),
+    "efficiency": (True, (1.00, 1.08, 1.12, 1.25, 1.55)),
+    "quality": (True, (1.00, 1.00, 1.00, 0.98, 1.00)),
+}
+
+CLAIMS: tuple[Claim, ...] = tuple(
+    Claim(arm, metric, value, better)
+    for metric, (better, row) in _TABLE.items()
+    for arm, value in zip(ARMS, row, strict=True)
+)
+
+PROSE: tuple[Range, ...] = (
+    Range(
+        "entropy variance", "sampling only", "entropy_variance", 0.80, 0.85, "sampling cuts entropy variance by 15-20%"
+    ),
+    Range("KV bandwidth", "attention only", "kv_bytes", 0.75, 0.85, "pruning cuts KV bandwidth by 15-25%"),
+    Range("attention FLOPs", "attention only", "attention_flops", 0.70, 0.80, "pruning cuts attention FLOPs by 20-30%"),
+)
+
+
+def claim(arm: str, metric: str) -> Claim | None:
+    """Return the paper's number for an arm and metric, or None where it gives none."""
+    for item in CLAIMS:
+        if item.arm == arm and item.metric == metric:
+            return item
+    return None
+
+
+def table() -> dict[str, np.ndarray]:
+    """Return the paper's table as columns ``arm``, ``metric``, ``paper``, ``source`` (always "paper")."""
+    return {
+        "arm": np.array([item.arm for item in CLAIMS]),
+        "metric": np.array([item.metric for item in CLAIMS]),
+        "paper": np.array([item.paper for item in CLAIMS]),
+        "source": np.array(["paper"] * len(CLAIMS)),
+    }

@@ -1,0 +1,88 @@
+"""Watches a run for the promises the loop makes, whatever the paper's claims come to.
+
+A collector like :class:`entropic_ctl.metrics.Metrics`, fed with the same events. Promise: in every step, for every row,
+the certified information loss -ln(1 - m) of its worst query head does not exceed the row's budget theta.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from entropic_ctl.signals import Finish, Request, StepPlan, StepResult
+
+__all__ = ["Guarantee", "Tee"]
+
+SLACK = 1e-9
+"""Relative slack for the float64 logarithm that turns a mass bound into nats."""
+
+
+@dataclass
+class Guarantee:
+    """Counts pruned decode rows and those whose certificate exceeds their budget."""
+
+    rows: int = 0
+    violations: int = 0
+    worst_share: float = 0.0
+    """Largest certificate / budget seen."""
+    mass_sum: float = 0.0
+    mass_max: float = 0.0
+    certificate_max: float = 0.0
+    kept_sum: float = 0.0
+
+    def submitted(self, request: Request) -> None:
+        """Nothing to watch."""
+
+    def refused(self, finish: Finish) -> None:
+        """Nothing to watch."""
+
+    def step(self, plan: StepPlan, result: StepResult, finished: tuple[Finish, ...]) -> None:  # noqa: ARG002
+        """Check one iteration."""
+        if not plan.n_rows or not result.certificate_max.size:
+            return
+        pruned = plan.samples & (plan.n_tokens == 1) & (plan.theta_nats > 0)
+        n = int(pruned.sum())
+        if not n:
+            return
+        theta, nats = plan.theta_nats[pruned], result.certificate_max[pruned]
+        self.rows += n
+        self.violations += int((~(nats <= theta * (1 + SLACK))).sum())  # NaN counts as a violation
+        self.worst_share = max(self.worst_share, float(np.max(nats / theta)))
+        self.certificate_max = max(self.certificate_max, float(nats.max()))
+        self.mass_sum += float(result.pruned_mass_mean[pruned].sum())
+        self.mass_max = max(self.mass_max, float(result.pruned_mass_max[pruned].max()))
+        self.kept_sum += float(result.kept_fraction[pruned].sum())
+
+    @property
+    def mass_mean(self) -> float:
+        """Certified pruned mass, mean over heads and pruned decode rows; 0 if nothing was pruned."""
+        return self.mass_sum / self.rows if self.rows else 0.0
+
+    @property
+    def kept_mean(self) -> float:
+        """Share of pages read, mean over pruned decode rows; NaN if nothing was pruned."""
+        return self.kept_sum / self.rows if self.rows else math.nan
+
+
+class Tee:
+    """Feeds several collectors with the same events."""
+
+    def __init__(self, *collectors: object) -> None:
+        self._collectors = collectors
+
+    def submitted(self, request: Request) -> None:
+        """Pass on."""
+        for collector in self._collectors:
+            collector.submitted(request)  # type: ignore[attr-defined]
+
+    def refused(self, finish: Finish) -> None:
+        """Pass on."""
+        for collector in self._collectors:
+            collector.refused(finish)  # type: ignore[attr-defined]
+
+    def step(self, plan: StepPlan, result: StepResult, finished: tuple[Finish, ...]) -> None:
+        """Pass on."""
+        for collector in self._collectors:
+            collector.step(plan, result, finished)  # type: ignore[attr-defined]

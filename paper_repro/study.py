@@ -1,0 +1,301 @@
+"""Steps that the demonstration and the reproduction share: run, compare, draw, report."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from entropic_ctl import results
+from entropic_ctl.config import LoopConfig, RunConfig, resolve, resolve_loop
+from figures import ablation as ablation_figure
+from figures import generation, phase, pruning_cost
+from paper_repro import claims, experiments, sections, statements
+from paper_repro.claims import ARMS, BASELINE
+from paper_repro.experiments import Progress
+from paper_repro.outcome import Outcome, as_rows
+from paper_repro.report import Report, number
+from paper_repro.worlds import RealEngine
+
+__all__ = ["Study", "not_identifiable", "span"]
+
+_TITLES = {
+    "latency": "end-to-end latency (lower is better)",
+    "throughput": "throughput (higher is better)",
+    "dτ/d second": "dτ/d second (higher is better)",
+    "dτ/d KV byte": "dτ/d KV byte (higher is better)",
+}
+_QUALITY = (
+    "the paper's quality is BLEU/ROUGE and human rating, which we do not run; our column is exp(-KL to dense "
+    "attention), which sees pruning only"
+)
+
+
+def span(progress: Progress | None, start: float, end: float) -> Progress:
+    """Return a progress callback for a part that covers [start, end] of the whole."""
+
+    def report(what: str, share: float) -> None:
+        if progress is not None:
+            progress(what, start + (end - start) * share)
+
+    return report
+
+
+def not_identifiable(config: RunConfig) -> Callable[[str, str, str], str]:
+    """Return the rule that says which comparisons an experiment cannot decide, and why."""
+    workload = config.workload
+
+    def rule(world: str, arm: str, metric: str) -> str:
+        if metric == "quality":
+            return _QUALITY
+        if world != "simulation":
+            return ""
+        if metric == "throughput" and workload.kind in ("poisson", "azure"):
+            return "open arrivals below capacity give every policy the same throughput"
+        if arm == "sampling only" and workload.output_length == "limit" and metric in ("latency", "throughput"):
+            return "output lengths are fixed by the workload, so sampling cannot change them"
+        return ""
+
+    return rule
+
+
+@dataclass
+class Study:
+    """Everything a report is made of, filled step by step.
+
+    Parameters
+    ----------
+    work : Path
+        Folder to write to.
+    title : str
+    config : RunConfig
+        Stamped into every table.
+    arms : dict of str to LoopConfig
+    command : str
+        Command that reproduces this run.
+    """
+
+    work: Path
+    title: str
+    config: RunConfig
+    arms: Mapping[str, LoopConfig]
+    command: str
+    runs: dict[str, np.ndarray] = field(default_factory=dict)
+    effects: dict[str, np.ndarray] = field(default_factory=dict)
+    synergy: dict[str, np.ndarray] = field(default_factory=dict)
+    trials: dict[str, np.ndarray] = field(default_factory=dict)
+    certificate: Mapping[str, Any] = field(default_factory=dict)
+    certificate_text: str = ""
+    replay_text: str = ""
+    violations: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    figures: list[tuple[Path, str]] = field(default_factory=list)
+    started_s: float = field(default_factory=time.perf_counter)
+
+    def compare(self, runs: dict[str, np.ndarray]) -> None:
+        """Take in the runs table, compute effects and synergy, note violated guarantees, write all tables."""
+        self.runs = runs
+        self.effects = experiments.effects(runs, not_identifiable(self.config))
+        self.synergy = experiments.synergy(runs)
+        if (broken := int(np.nansum(runs.get("violations", np.zeros(1))))) > 0:
+            self.violations.append(f"the certified loss exceeded its budget in {broken} decode rows")
+        for name, table in (("runs", self.runs), ("effects", self.effects), ("synergy", self.synergy)):
+            self.write(name, table)
+        self.write("paper_claims", claims.table())
+
+    @functools.cached_property
+    def stamp(self) -> dict[str, Any]:
+        """What identifies this run: configuration, seed, version, commit, hardware."""
+        return dict(results.stamp(self.config, self.config.seed))
+
+    def write(self, name: str, table: Mapping[str, np.ndarray]) -> None:
+        """Write a table as Parquet and CSV, stamped; an empty one is left out."""
+        if not table or not next(iter(table.values())).shape[0]:
+            return
+        for suffix in ("parquet", "csv"):
+            results.write_table(self.work / f"{name}.{suffix}", dict(table), self.stamp)
+
+    def draw(self, engine: RealEngine | None, bank: Any, vocab_size: int) -> None:
+        """Draw every figure from the tables on disk."""
+        present = set(self.effects["arm"].tolist())
+        arms = [arm for arm in ARMS if arm != BASELINE and arm in present]
+        self._figure(
+            "ablation",
+            "Each arm relative to the baseline, means of paired runs with 95% intervals. Hollow diamonds: what the "
+            "paper claims.",
+            lambda png: ablation_figure.draw(
+                self.work / "effects.parquet",
+                self.work / "paper_claims.parquet",
+                png,
+                arms=arms,
+                metrics=_TITLES,
+            ),
+        )
+        if engine is not None:
+            self._draw_generation(engine)
+        from proofs.phase import sharp_portrait
+
+        self.write("phase", sharp_portrait(vocab_size))
+        names = dict.fromkeys(np.asarray(results.read_table(self.work / "phase.parquet")[0]["arm"]).tolist())
+        titles = {
+            str(name): f"k = {name.replace(' x', ' ×')}: {'certified' if float(name.split()[0]) < 1 else 'refused'}"
+            for name in names
+        }
+        self._figure(
+            "phase",
+            "The temperature loop on the sharpest logits this vocabulary allows, by gain: below the certified limit it "
+            "settles, above it can cycle for ever.",
+            lambda png: phase.draw(self.work / "phase.parquet", png, titles=titles),
+        )
+        if bank is not None:
+            self.write("response", response_table(bank))
+            self._figure(
+                "pruning_cost",
+                "What pruning reads, costs and certifies, as recorded from the model on real text.",
+                lambda png: pruning_cost.draw(
+                    self.work / "response.parquet", png, title=str(bank.meta.get("model", ""))
+                ),
+            )
+
+    def _draw_generation(self, engine: RealEngine) -> None:
+        own = [key for key in engine.tokens if key[0] == ARMS[-1]]
+        if not own:
+            return
+        self.write("tokens", engine.tokens[own[0]])
+        request = len(engine.prompts) - 1  # the long prompt: the only one that pruning can do much for
+        law = self.arms[ARMS[-1]].temperature.config
+        self._figure(
+            "generation",
+            "One real generation under the full loop (the long prompt): entropies, temperature, budget, pages read.",
+            lambda png: generation.draw(
+                self.work / "tokens.parquet", png, request=request, target_nats=getattr(law, "target_nats", None)
+            ),
+        )
+
+    def _figure(self, name: str, caption: str, draw: Callable[[Path], None]) -> None:
+        png = self.work / f"{name}.png"
+        draw(png)
+        self.figures.append((png, caption))
+
+    def finish(self, engine: RealEngine | None, focus: list[str]) -> Outcome:
+        """Write the report and return the outcome; ``focus`` are the arms whose losses are spelled out."""
+        outcome = Outcome(self.config, violations=self.violations)
+        worlds = list(dict.fromkeys(self.runs["world"].tolist()))
+        for world in worlds:
+            where = "simulated 2-core CPU" if world == "simulation" else "this machine"
+            outcome.tables.append(
+                (f"{world} ({where}), means over runs", sections.WORLD_HEADER, sections.world_rows(self.runs, world))
+            )
+        effect_rows = sections.effect_rows(self.effects, claimed_only=True)
+        outcome.tables.append(("ratios to baseline with 95% intervals", sections.EFFECT_HEADER, effect_rows))
+        losses = statements.worse(self.effects, focus, self.runs)
+        rows = int(np.nansum(self.runs.get("pruned_rows", np.zeros(1))))
+        share = self.runs.get("worst_share", np.zeros(1))
+        promises = statements.guarantees(
+            rows,
+            int(np.nansum(self.runs.get("violations", np.zeros(1)))),
+            float(np.nanmax(share)) if np.isfinite(share).any() else 0.0,
+            self.replay_text,
+        )
+        outcome.sentences = [("What got worse", losses), ("Guarantees", promises)]
+        if self.notes:
+            outcome.sentences.append(("Notes", self.notes))
+        outcome.numbers = {
+            "runs": as_rows(self.runs),
+            "effects": as_rows(self.effects),
+            "synergy": as_rows(self.synergy),
+            "what_got_worse": losses,
+            "guarantees": promises,
+            "violations": self.violations,
+            "loop": {arm: resolve_loop(loop) for arm, loop in self.arms.items()},
+        }
+        self._report(outcome, losses, promises, effect_rows, engine)
+        return outcome
+
+    def _report(
+        self,
+        outcome: Outcome,
+        losses: list[str],
+        promises: list[str],
+        effect_rows: list[list[str]],
+        engine: RealEngine | None,
+    ) -> None:
+        report = Report(
+            self.title, f"seed {self.config.seed}; every number below comes from this run unless it says paper"
+        )
+        report.worse(losses)
+        report.heading("Guarantees")
+        report.points(promises)
+        if self.certificate_text:
+            report.say(self.certificate_text)
+        report.heading("Measured, by world")
+        for title, header, rows in outcome.tables[:-1]:
+            report.table(header, rows, title)
+        report.heading("Beside the paper")
+        report.say(
+            "Ratios to the baseline of the same world, paired by seed, with 95% Student intervals on the log ratio. "
+            "The paper does not say which cost its dτ/dC divides by, so all three are shown against the same claim."
+        )
+        report.table(sections.EFFECT_HEADER, effect_rows)
+        reasons = [
+            [str(self.effects[name][i]) for name in ("world", "arm", "metric", "verdict", "reason")]
+            for i in range(self.effects["verdict"].shape[0])
+            if self.effects["verdict"][i]
+        ]
+        report.table(("world", "arm", "metric", "verdict", "why"), reasons, "Why each verdict")
+        if self.synergy and self.synergy["metric"].shape[0]:
+            report.heading("Is the whole more than its parts?")
+            report.say(
+                "Full loop over the product of the three single-law ratios, paired by seed; 1 is exactly "
+                "multiplicative. 'better' says whether the interval lies on the better side of 1."
+            )
+            report.table(("world", "metric", "full / product of parts", "better"), sections.synergy_rows(self.synergy))
+        report.heading("Figures")
+        for png, caption in self.figures:
+            report.figure(png, caption)
+        if engine is not None:
+            self._samples(report, engine)
+        if self.trials:
+            report.heading("Tuning")
+            names = [name for name in self.trials if self.trials[name].dtype.kind in "fiu"]
+            shown = [[number(self.trials[name][i]) for name in names] for i in range(self.trials[names[0]].shape[0])]
+            report.table(names, shown, "every trial, on seeds that no comparison above uses")
+        if self.notes:
+            report.heading("Notes")
+            report.points(self.notes)
+        report.heading("How to reproduce")
+        report.code(self.command)
+        report.details("hardware, versions, configuration", self.stamp)
+        report.details("loops by arm", {arm: resolve_loop(loop) for arm, loop in self.arms.items()})
+        report.details("resolved configuration", resolve(self.config))
+        if self.certificate:
+            report.details("certificate of the full loop's gain", self.certificate)
+        report.say(f"Made in {time.perf_counter() - self.started_s:.0f} s.")
+        report.write(self.work / "report.html")
+
+    def _samples(self, report: Report, engine: RealEngine) -> None:
+        report.heading("What the model wrote")
+        report.say("First run of each arm; same seeds, so differences come from the loop.")
+        rows = []
+        for arm in self.arms:
+            key = next((key for key in engine.texts if key[0] == arm), None)
+            if key is not None:
+                rows.extend([arm, str(i), text[:400]] for i, text in enumerate(engine.texts[key]) if i in (0, 3, 7))
+        report.table(("arm", "prompt", "text"), rows)
+
+
+def response_table(bank: Any) -> dict[str, np.ndarray]:
+    """Return the response part of an entropy bank as a long table."""
+    contexts, thetas = bank.context.shape[0], bank.theta.shape[0]
+    table = {
+        "context": np.repeat(bank.context, thetas),
+        "theta_nats": np.tile(bank.theta, contexts),
+    }
+    for name in ("kept", "certificate_mean", "certificate_max", "mass_mean", "kl", "entropy_shift"):
+        table[name] = np.asarray(getattr(bank, name), float).ravel()
+    return table

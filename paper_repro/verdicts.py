@@ -1,0 +1,152 @@
+"""From paired runs to a verdict on a claim.
+
+Runs of two arms with the same seed share arrivals, prompts and random streams (common random numbers), so the log ratio
+is taken within each pair and its mean gets a Student interval over pairs: with d_i = ln(x_i / y_i), i = 1..n,
+mean(d) +- t_{n-1, 0.975} s_d / sqrt(n), exponentiated. Log ratios, because every metric is positive and the claims are
+ratios.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats
+
+from entropic_ctl.errors import BadInputError
+
+__all__ = ["SAME", "Effect", "Judgement", "judge", "paired"]
+
+SAME = 0.02
+"""Half-width (log ratio) within which an effect counts as "no change" when the paper claims no change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """A ratio to baseline with its 95% interval; ``low`` and ``high`` are NaN for a single pair, all NaN for none."""
+
+    ratio: float
+    low: float
+    high: float
+    pairs: int
+    identical: bool
+    """True if every pair was equal to the last bit: the arm did not touch this metric."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A verdict and the sentence that justifies it."""
+
+    verdict: str
+    reason: str
+
+
+def paired(arm: npt.ArrayLike, baseline: npt.ArrayLike, *, level: float = 0.95) -> Effect:
+    """Return the ratio arm / baseline with its paired Student interval on the log scale.
+
+    Parameters
+    ----------
+    arm, baseline : array_like, shape (n,)
+        Positive measurements; entry i of both comes from the same seed. Pairs with a value that is not finite and
+        positive are left out.
+    level : float
+        Coverage of the interval.
+
+    Raises
+    ------
+    BadInputError
+        If the shapes differ.
+    """
+    x, y = np.asarray(arm, float), np.asarray(baseline, float)
+    if x.shape != y.shape or x.ndim != 1:
+        raise BadInputError("pairs need two vectors of equal length", value=(x.shape, y.shape))
+    usable = np.isfinite(x) & np.isfinite(y) & (x > 0) & (y > 0)
+    x, y = x[usable], y[usable]
+    n = x.shape[0]
+    if n == 0:
+        return Effect(math.nan, math.nan, math.nan, 0, identical=False)
+    d = np.log(x) - np.log(y)
+    identical = bool(np.array_equal(x, y))
+    mean = float(d.mean())
+    if n == 1:
+        return Effect(math.exp(mean), math.nan, math.nan, 1, identical=identical)
+    half = float(stats.t.ppf(0.5 + level / 2, n - 1)) * float(d.std(ddof=1)) / math.sqrt(n)
+    return Effect(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n, identical=identical)
+
+
+def judge(effect: Effect, paper: float, *, higher_is_better: bool, not_identifiable: str = "") -> Judgement:
+    """Compare a measured effect with a claimed ratio.
+
+    On the scale of improvement (log ratio, sign so that positive is better) let [l, h] be our interval, c the claim.
+
+    - *not identifiable*: a reason is given, there are no usable pairs, or no pair differs at all;
+    - claimed change (c != 0): *reproduced* if [l, h] lies on the claimed side of 0 and does not fall short of c;
+      *partly* if it lies on the claimed side but short of c; *refuted* if it lies on the other side; otherwise *not
+      reproduced* (the reason says whether the claimed size is excluded or the interval is too wide to tell);
+    - claimed no change (c = 0): *reproduced* if [l, h] is within +-2%; *refuted* if it is worse than that;
+      otherwise *not reproduced* (better than claimed counts as *reproduced*).
+
+    Parameters
+    ----------
+    effect : Effect
+    paper : float
+        Claimed ratio.
+    higher_is_better : bool
+    not_identifiable : str
+        Why this experiment cannot decide the claim, if it cannot.
+    """
+    if not_identifiable:
+        return Judgement("not identifiable", not_identifiable)
+    if effect.pairs == 0:
+        return Judgement("not identifiable", "this metric was not measured in this world")
+    if effect.identical and effect.pairs > 1:
+        return Judgement(
+            "not identifiable", "the arm equals the baseline in every run: this workload does not exercise it"
+        )
+    if not (math.isfinite(effect.low) and math.isfinite(effect.high)):
+        return Judgement("not reproduced", "one pair of runs gives no interval; run more repeats")
+    sign = 1.0 if higher_is_better else -1.0
+    low, high = sorted((sign * math.log(effect.low), sign * math.log(effect.high)))
+    claimed = sign * math.log(paper)
+    shown = f"{effect.ratio:.3f} [{effect.low:.3f}, {effect.high:.3f}]"
+    if claimed == 0.0:
+        return _unchanged(low, high, shown)
+    if claimed < 0:  # the paper itself says it gets worse: mirror, so that "the claimed side" is positive
+        low, high, claimed = -high, -low, -claimed
+    if low > 0:
+        if high >= claimed:
+            return Judgement("reproduced", f"{shown}: resolved, and not short of the claimed {paper:g}")
+        return Judgement("partly", f"{shown}: the claimed direction, but short of {paper:g}")
+    if high < 0:
+        return Judgement("refuted", f"{shown}: the opposite direction to the claimed {paper:g}")
+    if high < claimed:
+        return Judgement("not reproduced", f"{shown}: no effect resolved, and the claimed {paper:g} is excluded")
+    return Judgement("not reproduced", f"{shown}: undecided, the interval holds both no effect and {paper:g}")
+
+
+def _unchanged(low: float, high: float, shown: str) -> Judgement:
+    if low >= -SAME:
+        word = "unchanged" if high <= SAME else "no worse"
+        return Judgement("reproduced", f"{shown}: {word}, within {SAME:.0%}")
+    if high < -SAME:
+        return Judgement("refuted", f"{shown}: worse by more than {SAME:.0%}")
+    return Judgement("not reproduced", f"{shown}: undecided, the interval reaches beyond {SAME:.0%} worse")
+
+
+def interaction(full: Sequence[float], parts: Sequence[Sequence[float]], baseline: Sequence[float]) -> Effect:
+    """Return full / baseline over the product of part / baseline, paired by seed: 1 is multiplicative, no synergy.
+
+    Parameters
+    ----------
+    full, baseline : sequence of float, length n
+    parts : sequence of such sequences
+        One per arm that the full loop combines.
+    """
+    base = np.asarray(baseline, float)
+    product = base.copy()
+    for part in parts:
+        product = product * np.asarray(part, float) / base
+    return paired(full, product)

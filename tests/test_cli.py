@@ -1,0 +1,448 @@
+"""The command line as a user meets it: what works prints and exits 0, what does not is one line and exit 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from synthetic_bank import VOCAB, make_bank
+from typer.testing import CliRunner
+
+from entropic_ctl import bank as banks
+from entropic_ctl import cli_live, cli_output, cli_run
+from entropic_ctl.cli import app
+from entropic_ctl.errors import BadInputError
+
+ROOT = Path(__file__).resolve().parents[1]
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+ROW = "2023-11-16 18:17:03.0010000,100,5\n"
+FEEDBACK = "law = 'feedback'\ntemperature = 0.8\ntarget_nats = 1.0\nt_min = 0.5\nt_max = 1.5\n"
+
+
+def entropic(*arguments: object) -> tuple[int, str, str]:
+    """Run a command in this process; returns (status, stdout, stderr)."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture(scope="session")
+def bank_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("bank") / "bank.npz"
+    banks.save(make_bank()[0], path)
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path, bank_file: Path) -> Any:
+    """Write a small config; keyword arguments are the bodies of its tables."""
+
+    def write(name: str = "run.toml", **tables: str) -> Path:
+        bodies = {
+            "workload": "n_requests = 5\nprompt_tokens = 20\noutput_tokens = 6\n",
+            "engine": "pages = 64\n",
+            "loop.temperature": "t_min = 0.5\nt_max = 1.5\n",
+            "cost": f"bank = '{bank_file}'\n",
+        }
+        bodies |= {key.replace("_", ".", 1) if key.startswith("loop_") else key: body for key, body in tables.items()}
+        if "bank" not in bodies["cost"]:
+            bodies["cost"] += f"bank = '{bank_file}'\n"
+        text = "".join(f"[{table}]\n{body}" for table, body in bodies.items())
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def certificate(config: Any, tmp_path: Path) -> Path:
+    pytest.importorskip("flint")
+    path = tmp_path / "cert.json"
+    status, _, err = entropic(
+        "prove", config(loop_temperature=FEEDBACK + "gain = 0.02\n"), "--out", path, "--vocab", VOCAB
+    )
+    assert status == 0, err
+    return path
+
+
+# -- what works -------------------------------------------------------------------------------------------------------
+
+
+def test_help_lists_every_command_and_each_explains_itself_with_an_example() -> None:
+    status, out, _ = entropic("--help")
+    assert status == 0
+    commands = ("demo", "fetch", "simulate", "generate", "record", "prove", "check", "replay", "repro")
+    for command in (*commands, "bench"):
+        assert f" {command} " in out
+    for command in [(c,) for c in commands] + [("bench", b) for b in ("sim", "engine", "certificate")]:
+        status, out, _ = entropic(*command, "--help")
+        assert status == 0
+        assert "Example:" in out
+        assert "entropic " + " ".join(command) in " ".join(out.split())
+
+
+def test_every_measuring_command_takes_json() -> None:
+    for command in ("demo", "simulate", "generate", "record", "prove", "check", "replay", "repro", "bench sim"):
+        assert "--json" in entropic(*command.split(), "--help")[1]
+
+
+def test_help_needs_no_optional_package() -> None:
+    code = (
+        "import sys\nfrom entropic_ctl import cli\n"
+        "try:\n    cli.main(['--help'])\nexcept SystemExit as e:\n    assert e.code == 0\n"
+        "bad = {'torch', 'simpy', 'flint', 'matplotlib', 'pyarrow', 'sim', 'backends', 'proofs'} & set(sys.modules)\n"
+        "assert not bad, bad\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
+
+
+def test_simulate_accounts_for_every_request_and_writes_what_it_prints(config: Any, tmp_path: Path) -> None:
+    status, out, err = entropic("simulate", config(), "--out", tmp_path / "res", "--json", tmp_path / "s.json")
+    assert status == 0, err
+    summary = json.loads((tmp_path / "s.json").read_text())["summary"]
+    assert summary["requests_in"] == 5 == summary["requests_finished"]
+    assert "throughput" in out
+    from entropic_ctl import results
+
+    table, stamp = results.read_table(tmp_path / "res" / "requests.parquet")
+    assert len(table["id"]) == 5
+    assert int(np.sum(table["output_tokens"])) == summary["output_tokens"]
+    assert stamp["config"]["workload"]["n_requests"] == 5
+    assert not list(tmp_path.glob(".res*"))
+
+
+def test_seed_on_the_command_line_replaces_the_configs(config: Any, tmp_path: Path) -> None:
+    spread = "kind = 'poisson'\nn_requests = 5\nprompt_tokens = 20\noutput_tokens = 6\n"
+    found = []
+    for i, seed in enumerate((1, 1, 2)):
+        entropic("simulate", config(workload=spread), "--seed", seed, "--json", tmp_path / f"{i}.json")
+        found.append(json.loads((tmp_path / f"{i}.json").read_text())["summary"])
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+def test_trace_on_the_command_line(config: Any, tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text(HEADER + ROW * 3)
+    body = "n_requests = 2\noutput_length = 'limit'\n"
+    status, _, err = entropic("simulate", config(workload=body), "--trace", trace, "--json", tmp_path / "s.json")
+    assert status == 0, err
+    summary = json.loads((tmp_path / "s.json").read_text())["summary"]
+    assert summary["requests_in"] == 3  # the whole trace, whatever the workload said
+    assert summary["output_tokens"] == 15
+
+
+def test_proved_checked_simulated_and_refuted(config: Any, certificate: Path, tmp_path: Path) -> None:
+    good = config(loop_temperature=FEEDBACK + "gain = 0.02\n")
+    assert entropic("check", certificate)[0] == 0
+    assert entropic("check", certificate, good)[0] == 0
+    assert entropic("simulate", good, "--certificate", certificate)[0] == 0
+    assert entropic("simulate", good)[0] == 0  # proved and checked on the spot
+    bad = config("bad.toml", loop_temperature=FEEDBACK + "gain = 5.0\n")
+    status, out, _ = entropic("prove", bad, "--out", tmp_path / "bad.json", "--vocab", VOCAB)
+    assert status == 1
+    assert "refuted" in out
+    assert entropic("check", tmp_path / "bad.json")[0] == 1  # a sound certificate of a refutation: a negative verdict
+    status, _, err = entropic("simulate", bad)
+    assert status == 2
+    assert "refuted" in err
+    assert entropic("simulate", bad, "--uncertified")[0] == 0
+
+
+# -- what does not: status 2, one clear line, no traceback ------------------------------------------------------------
+
+
+def bad_config(body: str) -> Any:
+    return lambda make, tmp: ("simulate", make(engine=body))
+
+
+def bad_trace(content: bytes) -> Any:
+    def arguments(make: Any, tmp: Path) -> tuple[object, ...]:
+        (tmp / "t.csv").write_bytes(content)
+        return ("simulate", make(), "--trace", tmp / "t.csv")
+
+    return arguments
+
+
+def bad_model(prepare: Any) -> Any:
+    def arguments(make: Any, tmp: Path) -> tuple[object, ...]:
+        folder = tmp / "model"
+        folder.mkdir()
+        path = prepare(folder) or folder
+        return ("generate", "--prompt", "hi", "--model", path)
+
+    return arguments
+
+
+def bad_certificate(edit: Any) -> Any:
+    def arguments(make: Any, tmp: Path) -> tuple[object, ...]:
+        good = make(loop_temperature=FEEDBACK + "gain = 0.02\n")
+        cert = tmp / "c.json"
+        assert entropic("prove", good, "--out", cert, "--vocab", VOCAB)[0] == 0
+        cert.write_text(edit(cert.read_text()))
+        return ("check", cert, good)
+
+    return arguments
+
+
+def write(folder: Path, name: str, content: bytes | str) -> None:
+    (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def of_another_gain(make: Any, tmp: Path) -> tuple[object, ...]:
+    cert = tmp / "c.json"
+    entropic("prove", make(loop_temperature=FEEDBACK + "gain = 0.02\n"), "--out", cert, "--vocab", VOCAB)
+    return ("simulate", make("other.toml", loop_temperature=FEEDBACK + "gain = 0.03\n"), "--certificate", cert)
+
+
+BAD: dict[str, tuple[Any, list[str]]] = {
+    # configs
+    "config missing": (lambda make, tmp: ("simulate", tmp / "absent.toml"), ["absent.toml", "cannot read config"]),
+    "config is a folder": (lambda make, tmp: ("simulate", tmp), ["cannot read config"]),
+    "config not TOML": (lambda make, tmp: ("simulate", make(engine="pages =\n")), ["not TOML"]),
+    "config unknown key": (bad_config("page = 3\n"), ["engine.page", "did you mean"]),
+    "config out of range": (bad_config("pages = 0\n"), ["engine.pages", "got 0", "allowed"]),
+    "config wrong type": (bad_config("pages = 'many'\n"), ["engine.pages", "many"]),
+    "config unknown law": (
+        lambda make, tmp: ("simulate", make(loop_temperature="law = 'magic'\n")),
+        ["loop.temperature.law", "magic", "feedback"],
+    ),
+    "config unknown preset": (
+        lambda make, tmp: ("simulate", make(cost="preset = 'abacus'\n")),
+        ["abacus"],
+    ),
+    "config outside the bank": (
+        lambda make, tmp: ("simulate", make(loop_temperature="law = 'solve'\nt_min = 0.01\nt_max = 9.0\n")),
+        ["loop.temperature", "entropy bank"],
+    ),
+    "config uncertified gain": (
+        lambda make, tmp: ("simulate", make(loop_temperature=FEEDBACK + "gain = 9.0\n")),
+        ["gain"],
+    ),
+    # banks
+    "bank missing": (
+        lambda make, tmp: ("simulate", make(cost="bank = 'absent.npz'\n")),
+        ["absent.npz", "entropy bank"],
+    ),
+    "bank broken": (
+        lambda make, tmp: (
+            write(tmp, "b.npz", b"PK\x03\x04broken"),
+            ("simulate", make(cost=f"bank = '{tmp}/b.npz'\n")),
+        )[1],
+        ["b.npz", "entropy bank"],
+    ),
+    # traces
+    "trace missing": (lambda make, tmp: ("simulate", make(), "--trace", tmp / "no.csv"), ["no.csv"]),
+    "trace empty": (bad_trace(b""), ["t.csv"]),
+    "trace wrong header": (bad_trace(b"a,b,c\n1,2,3\n"), ["t.csv"]),
+    "trace bad time": (bad_trace((HEADER + "yesterday,1,1\n").encode()), ["t.csv:2", "yesterday"]),
+    "trace negative tokens": (bad_trace((HEADER + ROW + ROW.replace("100", "-3")).encode()), ["t.csv:3", "-3"]),
+    "trace huge tokens": (bad_trace((HEADER + ROW.replace("100", "1e18")).encode()), ["t.csv:2", "1e18"]),
+    "trace missing column": (bad_trace((HEADER + ROW + "2023-11-16 18:17:04.0,100\n").encode()), ["t.csv:3"]),
+    "trace binary": (bad_trace(b"\x00\xff\xfe\x80"), ["t.csv"]),
+    # certificates
+    "certificate missing": (
+        lambda make, tmp: ("check", tmp / "absent.json"),
+        ["absent.json", "cannot read certificate"],
+    ),
+    "certificate truncated": (bad_certificate(lambda text: text[: len(text) // 2]), ["c.json", "not JSON"]),
+    "certificate not an object": (bad_certificate(lambda text: "[1]"), ["c.json"]),
+    "certificate NaN": (
+        bad_certificate(lambda text: text.replace('"schema": 1', '"schema": NaN')),
+        ["c.json", "finite"],
+    ),
+    "certificate edited gain": (bad_certificate(lambda text: text.replace("0.02", "0.01")), ["certificate"]),
+    "certificate other kind": (bad_certificate(lambda text: text.replace('"gain"', '"luck"', 1)), ["certificate"]),
+    "certificate empty object": (bad_certificate(lambda text: "{}"), ["c.json", "entropic prove"]),
+    "certificate of another gain": (of_another_gain, ["certificate"]),
+    # logs
+    "log missing": (lambda make, tmp: ("replay", tmp / "absent.jsonl"), ["absent.jsonl", "cannot read log"]),
+    "log malformed": (
+        lambda make, tmp: (write(tmp, "l.jsonl", "{}\nnonsense\n"), ("replay", tmp / "l.jsonl"))[1],
+        ["l.jsonl"],
+    ),
+    # prompts and outputs
+    "no prompt": (lambda make, tmp: ("generate",), ["exactly one prompt"]),
+    "two prompts": (lambda make, tmp: ("generate", "--prompt", "a", "--prompt-file", make()), ["exactly one prompt"]),
+    "blank prompt": (lambda make, tmp: ("generate", "--prompt", "  "), ["blank"]),
+    "prompt not text": (
+        lambda make, tmp: (write(tmp, "p.txt", b"\xff\xff"), ("generate", "--prompt-file", tmp / "p.txt"))[1],
+        ["p.txt", "not UTF-8"],
+    ),
+    "json into nowhere": (lambda make, tmp: ("simulate", make(), "--json", tmp / "no" / "x.json"), ["--json", "mkdir"]),
+    "json is a folder": (lambda make, tmp: ("simulate", make(), "--json", tmp), ["--json", "is a folder"]),
+    "out is a file": (lambda make, tmp: ("simulate", make(), "--out", make()), ["--out", "not a folder"]),
+    # usage
+    "unknown command": (lambda make, tmp: ("simulat",), ["No such command"]),
+    "unknown option": (lambda make, tmp: ("simulate", make(), "--fast"), ["--fast"]),
+    "negative seed": (lambda make, tmp: ("simulate", make(), "--seed", "-1"), ["--seed"]),
+}
+BAD_MODELS: dict[str, tuple[Any, list[str]]] = {
+    "model missing": (bad_model(lambda folder: folder / "absent"), ["absent"]),
+    "model folder empty": (bad_model(lambda folder: None), ["model"]),
+    "model config not JSON": (bad_model(lambda folder: write(folder, "config.json", "{")), ["config.json"]),
+    "model GGUF broken": (
+        bad_model(lambda folder: (write(folder, "m.gguf", b"GGUFxx"), folder / "m.gguf")[1]),
+        ["m.gguf"],
+    ),
+    "model weights truncated": (
+        bad_model(
+            lambda folder: (
+                write(
+                    folder, "config.json", json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+                ),
+                write(folder, "tokenizer.json", "{}"),
+                write(folder, "model.safetensors", b"\x10\x00\x00\x00\x00\x00\x00\x00{}"),
+                None,
+            )[3]
+        ),
+        ["safetensors"],
+    ),
+}
+
+
+def assert_refused(arguments: tuple[object, ...], needles: list[str]) -> None:
+    status, _, err = entropic(*arguments)
+    assert status == 2, err
+    flat = " ".join(err.split())
+    assert "Traceback" not in err
+    for needle in needles:
+        assert needle in flat
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_clear_line_and_status_2(case: str, config: Any, tmp_path: Path) -> None:
+    if "certificate" in case or "gain" in case:
+        pytest.importorskip("flint")
+    make, needles = BAD[case]
+    assert_refused(make(config, tmp_path), needles)
+
+
+@pytest.mark.parametrize("case", BAD_MODELS)
+def test_bad_models_are_refused_before_any_weight_is_set(case: str, config: Any, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    make, needles = BAD_MODELS[case]
+    assert_refused(make(config, tmp_path), needles)
+
+
+def test_a_process_of_its_own_prints_no_traceback(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "entropic_ctl.cli", "simulate", tmp_path / "absent.toml"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("entropic: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_missing_extra_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> Any:
+        raise ModuleNotFoundError("No module named 'simpy'", name="simpy")
+
+    monkeypatch.setattr(cli_run.importlib, "import_module", absent)
+    with pytest.raises(BadInputError, match=r"'simpy'.*pip install 'entropic-ctl\[sim\]'"):
+        cli_run.need("sim.replica", "sim")
+
+
+def test_a_bug_of_ours_is_not_dressed_up_as_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> Any:
+        raise ModuleNotFoundError("No module named 'sim.gone'", name="sim.gone")
+
+    monkeypatch.setattr(cli_run.importlib, "import_module", broken)
+    with pytest.raises(ModuleNotFoundError):
+        cli_run.need("sim.replica", "sim")
+
+
+# -- results folders --------------------------------------------------------------------------------------------------
+
+
+def test_a_results_folder_of_another_config_is_not_overwritten(config: Any, tmp_path: Path) -> None:
+    out = tmp_path / "res"
+    assert entropic("simulate", config(), "--out", out)[0] == 0
+    assert entropic("simulate", config(), "--out", out)[0] == 0  # the same again
+    before = (out / "summary.json").read_bytes()
+    other = config("other.toml", engine="pages = 65\n")
+    status, _, err = entropic("simulate", other, "--out", out)
+    assert status == 2
+    assert "--force" in err
+    assert (out / "summary.json").read_bytes() == before
+    assert entropic("simulate", other, "--out", out, "--force")[0] == 0
+    assert json.loads((out / cli_output.MARKER).read_text())["config"]["engine"]["pages"] == 65
+
+
+def test_force_does_not_delete_what_is_not_ours(config: Any, tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    write(tmp_path / "home", "thesis.txt", "years of work")
+    status, _, err = entropic("simulate", config(), "--out", tmp_path / "home", "--force")
+    assert status == 2
+    assert "--force does not delete" in " ".join(err.split())
+    assert (tmp_path / "home" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_failed_run_leaves_the_old_results(tmp_path: Path) -> None:
+    subject = {"a": 1}
+    with cli_output.folder(tmp_path / "res", subject) as work:
+        write(work, "x", "old")
+
+    def fail() -> None:
+        with cli_output.folder(tmp_path / "res", subject) as work:
+            write(work, "x", "new")
+            raise BadInputError("no")
+
+    with pytest.raises(BadInputError):
+        fail()
+    assert (tmp_path / "res" / "x").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["res"]
+
+
+def test_an_interrupted_run_keeps_what_was_finished(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with cli_output.folder(tmp_path / "res", {"a": 1}) as work:
+            write(work, "half", "done")
+            raise KeyboardInterrupt
+
+    with pytest.raises(cli_output.Interrupted) as caught:
+        interrupted()
+    assert caught.value.kept == tmp_path / "res.partial"
+    assert (tmp_path / "res.partial" / "half").read_text() == "done"
+    assert not (tmp_path / "res").exists()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_ctrl_c_exits_130_and_says_where_the_rest_is(config: Any, tmp_path: Path) -> None:
+    long = config(workload="n_requests = 2000000\nprompt_tokens = 20\noutput_tokens = 6\n")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "entropic_ctl.cli", "simulate", long, "--out", tmp_path / "res"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".res.*.part/run.json")) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "res.partial" in err
+    assert "Traceback" not in err
+    assert (tmp_path / "res.partial" / "run.json").is_file()
+
+
+# -- the live view ----------------------------------------------------------------------------------------------------
+
+
+def test_sparkline() -> None:
+    assert cli_live.sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert cli_live.sparkline([1, 2, 3], 2) == "▆█"
+    assert cli_live.sparkline([0.0, 0.0], 5) == "▁▁"
+    assert cli_live.sparkline([float("nan")], 5) == ""
+    assert cli_live.sparkline([9.0], 5, top=1.0) == "█"
