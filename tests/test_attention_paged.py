@@ -239,22 +239,42 @@ def test_pruned_rows_of_different_lengths_in_one_step_equal_their_solo_runs(seed
 
 
 @pytest.mark.parametrize("poison", [0.0, torch.nan])
-def test_a5_a_kv_head_whose_candidates_are_all_pruned_keeps_its_fixed_pages(poison: float) -> None:
-    """KV head 0 drops every candidate, KV head 1 keeps some: the empty state merges away, poison stays unread."""
-    q, k, v = torch.ones(2, 100, 8), randn(2, 100, 8, seed=1), randn(2, 100, 8, seed=2)
-    k[0, 16:96] = -30.0
-    k[1, :16] = k[1, 32:] = -30.0
-    cache, pages = poisoned(2, 8, 7, 16), [6, 5, 4, 3, 2, 1, 0]
+@pytest.mark.parametrize("wanted", [([], [1]), ([3], [1, 4]), ([1, 2, 3, 4, 5], [])])
+def test_a5_kv_heads_that_keep_unlike_numbers_of_pages_down_to_none(wanted: tuple, poison: float) -> None:
+    """The empty state merges away, and neither dropped pages nor the padding of the shorter list is ever a value."""
+    q, k, v = torch.ones(2, 100, 8), randn(2, 100, 8, seed=1) * 0.1, randn(2, 100, 8, seed=2)
+    page = torch.arange(100) // 16
+    cache, pages = poisoned(2, 8, 7, 16), torch.tensor([6, 5, 4, 3, 2, 1, 0])
+    keep = [(page == 0) | (page == 6) | torch.isin(page, torch.tensor(w, dtype=torch.int64)) for w in wanted]
+    for h in range(2):
+        k[h, ~keep[h]] = -30.0
     step(cache, single_row_plan(0, 99, pages, samples=False), q[:, :99], k[:, :99], v[:, :99])
-    cache.k[0, [5, 4, 3, 2, 1], 0] = cache.v[0, [5, 4, 3, 2, 1], 0] = poison
-    plan = single_row_plan(99, 1, pages, theta_nats=0.01)
-    batch = PagedBatch.from_plan(plan, cache, TIGHT)
+    for h in range(2):
+        gone = pages[[b for b in range(1, 6) if b not in wanted[h]]]
+        cache.k[0, gone, h] = cache.v[0, gone, h] = poison
+    batch = PagedBatch.from_plan(single_row_plan(99, 1, pages, theta_nats=0.01), cache, TIGHT)
     out, _ = paged_attention(LAYER0, q[None, :, 99:], k[None, :, 99:], v[None, :, 99:], None, paged=batch)
-    j = torch.arange(100) // 16
-    keep = [(j == 0) | (j == 6), (j == 0) | (j == 1) | (j == 6)]
     for h in range(2):
         expected = dense(q[h : h + 1, 99:], k[h : h + 1], v[h : h + 1], keep[h])
         torch.testing.assert_close(out[0, :, h].double(), expected[0], atol=1e-6, rtol=1e-5)
+    assert batch.statistics().kept_fraction[0] == pytest.approx((4 + len(wanted[0]) + len(wanted[1])) / 14)
+
+
+def test_a_row_that_overflows_is_dense_and_leaves_its_neighbour_alone() -> None:
+    q, k, v = randn(2, 200, 8), randn(1, 200, 8, seed=1), randn(1, 200, 8, seed=2)
+    cache, table, total = poisoned(1, 8, 26, 16), np.arange(26).reshape(2, 13), [100, 200]
+    for r, n in enumerate(total):
+        past = slice(0, n - 1)
+        step(cache, single_row_plan(0, n - 1, table[r], samples=False), q[:, past], k[:, past], v[:, past])
+    now = [n - 1 for n in total]
+    q[:, now[0]] = torch.inf
+    plan = rows_plan(now, [1, 1], [0.3, 0.3], table)
+    out, batch = step(cache, plan, q[:, now], k[:, now], v[:, now])
+    stats = batch.statistics()
+    assert stats.kept_fraction[0] == 1.0
+    assert stats.pruned_mass_max[0] == 0.0
+    assert 0 < stats.kept_fraction[1] < 1
+    assert out[:, 1].isfinite().all()
 
 
 def test_pruned_output_is_dense_attention_over_the_kept_pages_and_its_error_is_bounded() -> None:
@@ -301,6 +321,14 @@ def test_statistics_of_dense_rows_are_one_and_zero() -> None:
         stats = batch.statistics()
         assert [stats.kept_fraction[0], stats.pruned_mass_mean[0], stats.pruned_mass_max[0]] == [1.0, 0.0, 0.0]
         assert stats.certificate_max[0] == 0.0
+
+
+def test_prefill_is_exact_whatever_the_budget_even_a_chunk_of_one_token() -> None:
+    cache = poisoned(1, 8, 7, 16)
+    cache.sealed[:6] = True
+    for n, samples, theta in ((1, False, 0.0), (2, True, 0.0), (1, True, 0.4)):
+        plan = single_row_plan(100 - n, n, range(7), theta_nats=0.4, samples=samples)
+        assert PagedBatch.from_plan(plan, cache, TIGHT).rows[0].theta_nats == theta
 
 
 def test_pages_without_a_seal_are_read_in_full() -> None:
