@@ -31,6 +31,12 @@ class Outcome:
 def match_tokens(plan: StepPlan, result: StepResult, table: SlotTable) -> tuple[IntArray, IntArray]:
     """Map accepted tokens to slots when they are not simply the sampling rows in order.
 
+    Parameters
+    ----------
+    plan, result : StepPlan, StepResult
+        The same step's.
+    table : SlotTable
+
     Returns
     -------
     rows, slots : IntArray, shape (K,)
@@ -68,7 +74,15 @@ def match_tokens(plan: StepPlan, result: StepResult, table: SlotTable) -> tuple[
 
 
 def limit_finish(table: SlotTable, slot: int, capacity: int) -> Finish:
-    """Return why a request that reached ``stop_at`` ends: its own limit, or the capacity."""
+    """Return why a request that reached ``stop_at`` ends: its own limit, or the capacity.
+
+    Parameters
+    ----------
+    table : SlotTable
+    slot : int
+    capacity : int
+        KV tokens one request alone can have.
+    """
     request_id = int(table.id[slot])
     if not table.cut[slot]:
         return Finish(request_id, FinishReason.LENGTH)
@@ -80,7 +94,15 @@ def limit_finish(table: SlotTable, slot: int, capacity: int) -> Finish:
 
 
 def publish_prompts(table: SlotTable, pages: PageTable, slots: IntArray, before: IntArray) -> None:
-    """Make prompt pages that became full findable; ``before`` is ``cached`` before the step, per slot."""
+    """Make prompt pages that became full in this step findable by their hash.
+
+    Parameters
+    ----------
+    table, pages : SlotTable, PageTable
+    slots : IntArray, shape (R,)
+    before : IntArray, shape (R,)
+        ``cached`` of each slot before the step.
+    """
     page = pages.page_tokens
     for slot, was in zip(slots.tolist(), before.tolist(), strict=True):
         hashes = table.hashes.get(slot, ())

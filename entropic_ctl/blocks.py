@@ -38,7 +38,8 @@ def pages_for(tokens: int, page_tokens: int) -> int:
 def new_pages(held_tokens: int, more_tokens: int, page_tokens: int) -> int:
     """Return the pages to add so that ``more_tokens`` fit behind ``held_tokens``.
 
-    The difference of two ceilings, never the ceiling of the difference: a partly filled last page is used first.
+    The difference of two ceilings, never the ceiling of the difference: a partly filled last page of ``page_tokens``
+    tokens is used first.
 
     Examples
     --------

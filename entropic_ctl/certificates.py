@@ -21,7 +21,22 @@ __all__ = ["Verdict", "micro_digest", "require"]
 
 
 def micro_digest(temperature: LawSpec, observation_lag: int, vocab_size: int) -> str:
-    """Identify what a gain certificate is about: micro law, its parameters, lag and vocabulary, nothing else."""
+    """Identify what a gain certificate is about: micro law, its parameters, lag and vocabulary, nothing else.
+
+    Parameters
+    ----------
+    temperature : LawSpec
+        Micro law and parameters.
+    observation_lag : int
+        Steps by which entropies reach the host late.
+    vocab_size : int
+        Tokens in the vocabulary.
+
+    Returns
+    -------
+    str
+        SHA-256, hexadecimal.
+    """
     subject = {
         "law": temperature.name,
         "parameters": dataclasses.asdict(temperature.config),
@@ -69,6 +84,18 @@ def require(
 
     A law without integral action (``fixed``, ``solve``, ``damped``) acts on the current distribution only and cannot
     oscillate across steps; it needs no gain certificate.
+
+    Parameters
+    ----------
+    temperature : LawSpec
+    integral_action : bool
+        The law's own ``integral_action``.
+    observation_lag, vocab_size : int
+        What the loop will run with.
+    verdict : Verdict or None
+        The checker's word on a certificate.
+    uncertified : bool
+        Run without one.
     """
     if not integral_action or uncertified:
         return

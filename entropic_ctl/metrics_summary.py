@@ -30,6 +30,17 @@ def _ratio(numerator: FloatArray, denominator: FloatArray) -> FloatArray:
 def requests_table(raw: Mapping[str, npt.NDArray[Any]], clock: EntropicClock, target_nats: float | None) -> Table:
     """Return one row per request; undefined values are NaN.
 
+    Parameters
+    ----------
+    raw : mapping of str to ndarray
+        The collector's columns.
+    clock : EntropicClock
+        Keyed by the same rows.
+    target_nats : float, optional
+        H*, for ``tempered_target_ms``.
+
+    Notes
+    -----
     Columns: id, status (``live`` or the finish reason), prompt_tokens, max_new_tokens, output_tokens, preemptions,
     longest_wait_steps, longest_wait_s, arrival_s, left_s, ttft_s, e2e_s, tpot_s, gap_sum_s, gap_max_s (seconds);
     tau_nats, tau_filtered_nats, model_entropy_mean, tempered_entropy_mean (nats), tempered_variance (about the
@@ -98,6 +109,14 @@ def _mean(values: npt.NDArray[Any], weights: npt.NDArray[Any] | None = None) -> 
 def summarise(requests: Table, steps: Table, ledger: CostLedger) -> dict[str, float | int | None]:
     """Return the headline numbers of a run, JSON-able; undefined ones are None.
 
+    Parameters
+    ----------
+    requests, steps : Table
+        As returned by the collector.
+    ledger : CostLedger
+
+    Notes
+    -----
     Latencies are over finished requests (refused, cancelled and live ones left out; those without a token have none).
     Throughput is output tokens (and finished requests) per second of makespan, from the first arrival to the end of
     the last step; ``tau_per_second`` is per *busy* second. Entropic time and tokens count every request, live ones

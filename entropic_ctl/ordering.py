@@ -24,7 +24,15 @@ __all__ = ["draw_order", "share_tokens", "wait_bound"]
 
 
 def wait_bound(live: int, batch: int, wait_limit_steps: int, quantum_steps: int) -> int:
-    """Return W + ceil(N / B) q, the longest wait of any live request in iterations (for q >= P, see above)."""
+    """Return W + ceil(N / B) q, the longest wait of any live request in iterations (for q >= P, see above).
+
+    Parameters
+    ----------
+    live, batch : int
+        N and B.
+    wait_limit_steps, quantum_steps : int
+        W and q.
+    """
     return wait_limit_steps + -(-live // batch) * quantum_steps
 
 

@@ -126,7 +126,17 @@ def _float_below(bound: Fraction) -> float:
 
 
 def gain_ceiling(n: int, lag: int, log_odds: Interval) -> float:
-    """Return the largest float gain certified for every logit vector: just below 2/V_max (lag 0) or 1/V_max (lag 1)."""
+    """Return the largest float gain certified for every logit vector: just below 2/V_max (lag 0) or 1/V_max (lag 1).
+
+    Parameters
+    ----------
+    n : int
+        Vocabulary size.
+    lag : int
+        Observation lag, 0 or 1.
+    log_odds : Interval
+        Bracket of the maximiser, from the search; verified here.
+    """
     return _float_below(_LIMIT[lag] / v_max_bounds(n, log_odds).hi)
 
 
@@ -188,7 +198,10 @@ def decide(config: RunConfig, vocab_size: int, evidence: Evidence | None) -> Ver
 
 
 def document(config: RunConfig, vocab_size: int, evidence: Evidence | None, verdict: Verdict) -> dict[str, Any]:
-    """Lay out a certificate (JSON-able, without ``provenance``) from config, *verified* evidence and verdict."""
+    """Lay out a certificate (JSON-able, without ``provenance``) from config, *verified* evidence and verdict.
+
+    ``vocab_size`` is the number of tokens the claim is about.
+    """
     law = config.loop.temperature
     parameters = dataclasses.asdict(law.config)
     v_max = counterexample = None

@@ -101,6 +101,17 @@ def portrait(
 ) -> dict[str, npt.NDArray[Any]]:
     """Return trajectories of several settings from several starts as one long table.
 
+    Parameters
+    ----------
+    arms : mapping of str to feedback.Config
+    plant : callable
+        Tempered entropy as a function of u.
+    starts : sequence of float
+        Initial u.
+    steps : int
+    lag : int
+        Observation lag.
+
     Returns
     -------
     dict of str to ndarray, each (len(arms) * S * (steps + 1),)
@@ -142,6 +153,15 @@ def sharp_portrait(
 
     The plant is (L, 0, ..., 0) of maximal varentropy with equilibrium u = 0; the gains are ``factors`` times the
     largest certified gain; linear error, no rate limit, clamps T in [0.1, 10]. Arms are named like ``0.95 x limit``.
+
+    Parameters
+    ----------
+    n : int
+        Vocabulary size.
+    factors, starts : sequence of float
+        Gains in units of the certified limit; initial u.
+    steps, lag : int
+        Iterations, and the observation lag.
     """
     best = maximum(n)
     limit = gain_ceiling(n, lag, best.bracket())

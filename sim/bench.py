@@ -74,6 +74,18 @@ def bench(
 ) -> dict[str, float | int]:
     """Time one run of :func:`bench_config` (the gain runs without a certificate: nothing but speed is measured).
 
+    Parameters
+    ----------
+    trace : str or Path, optional
+        Azure CSV; without it a Poisson workload.
+    loop : bool
+        All three laws on, or the standard ones.
+    batch : int
+        Rows per step, at most.
+    bank : Bank, optional
+        Default: the shipped one.
+    progress : callable, optional
+
     Returns
     -------
     dict

@@ -9,11 +9,11 @@ It has four parts; part i does F_i floating-point operations and moves B_i bytes
 - *decode attention* (rows that compute one token and sample): dense F = 4 L H D (c + 1) and B = k c. With a budget
   theta > 0 the L' = L - L_dense pruned layers read scores and then the kept share p of the pages::
 
-      B = k c (L_dense / L + (L' / L) (1/4 + 1/page + p))
+      B = k c (L_dense / L + (L' / L) (1/4 + 1.5/page + p))
       F = 4 H D (c + 1) (L_dense + L' (1/2 + p))
 
-  An int8 shadow of the keys is a quarter of the 16-bit K and V; its 16-bit steps and minima, one pair per channel and
-  page, are 1/page of them (0.0625 at 16 tokens). Scoring is half of the attention FLOPs: q.k without the values.
+  An 8-bit shadow of the keys is a quarter of the 16-bit K and V; its 16-bit step, minimum and measured error, a triple
+  per channel and page, are 1.5/page of them (0.094 at 16 tokens). Scoring is half of the attention FLOPs: q.k without the values.
 
 k = 2 L H_kv D * bytes per element is the KV size of a token. Part i takes::
 
@@ -170,7 +170,7 @@ class Roofline:
         self.device, self.model = device, model
         dense = min(dense_layers, model.layers)
         self._dense_share, self._pruned_share = dense / model.layers, 1 - dense / model.layers
-        self._score_bytes = 0.25 + 1.0 / page_tokens
+        self._score_bytes = 0.25 + 1.5 / page_tokens
         self._attention_flops = 4.0 * model.layers * model.q_heads * model.head_dim  # per query and key
         self._kv = float(model.kv_bytes_per_token)
         self._bytes_s = device.bandwidth * device.bandwidth_efficiency
@@ -239,6 +239,15 @@ class Roofline:
 def preset(name: str, page_tokens: int = 16, dense_layers: int = 2) -> Roofline:
     """Return the cost model called ``name``.
 
+    Parameters
+    ----------
+    name : str
+        A key of ``PRESETS``.
+    page_tokens : int
+        Page size of the KV pool.
+    dense_layers : int
+        Leading layers that are never pruned.
+
     Raises
     ------
     BadInputError
@@ -254,6 +263,13 @@ def preset(name: str, page_tokens: int = 16, dense_layers: int = 2) -> Roofline:
 
 def kv_pages(device: DeviceSpec, model: ModelShape, page_tokens: int = 16, memory_share: float = 0.9) -> int:
     """Return the KV pages that fit: floor((memory * share - weights) / (page * KV bytes per token)).
+
+    Parameters
+    ----------
+    device, model : DeviceSpec, ModelShape
+    page_tokens : int
+    memory_share : float
+        Share of the device's memory that weights and pages may take.
 
     Raises
     ------

@@ -42,7 +42,7 @@ def test_overlap_zero_adds_arithmetic_and_traffic() -> None:
     assert run(Roofline(device, TINY), [(0, 1, False)]).seconds == pytest.approx(2 + 2 + 0.256 + 0)
 
 
-@pytest.mark.parametrize(("page", "metadata"), [(16, 0.0625), (32, 0.03125), (64, 0.015625)])
+@pytest.mark.parametrize(("page", "metadata"), [(16, 0.09375), (32, 0.046875), (64, 0.0234375)])
 def test_pruned_bytes_by_hand(page: int, metadata: float) -> None:
     model = Roofline(UNIT, TINY, page, dense_layers=1)
     dense = run(model, [(400, 1, True)])

@@ -71,6 +71,12 @@ def with_prior(expected: FloatArray, view: ScheduleView, prior_nats: float, prio
     """Return the average of a prior, worth ``prior_weight`` reductions, and ``expected``, worth those observed.
 
     A request that has shown nothing gets the prior exactly; one reduction needs two entropies.
+
+    Parameters
+    ----------
+    expected : FloatArray, shape (L,), nats
+    view : ScheduleView
+    prior_nats, prior_weight : float
     """
     shown = np.maximum(view.seen - 1, 0)
     return (prior_weight * prior_nats + shown * expected) / (prior_weight + shown)
