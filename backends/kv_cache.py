@@ -207,8 +207,8 @@ class PagedKVCache:
 
     def seal_pages(self, pages: npt.NDArray[np.int64]) -> None:
         """Quantise full pages by id (all ``page_tokens`` slots written in every layer)."""
-        for start in range(0, pages.shape[0], 32):  # bounds the float64 workspace
-            self._seal_some(pages[start : start + 32])
+        for start in range(0, pages.shape[0], 4):  # the float64 workspace stays in cache
+            self._seal_some(pages[start : start + 4])
 
     def _seal_some(self, pages: npt.NDArray[np.int64]) -> None:
         index = torch.from_numpy(np.ascontiguousarray(pages)).to(self.device)

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,28 +34,16 @@ from entropic_ctl.acceptance import Outcome, limit_finish, match_tokens, publish
 from entropic_ctl.config import EngineConfig
 from entropic_ctl.errors import BadInputError, NoProgressError
 from entropic_ctl.ordering import draw_order, share_tokens
-from entropic_ctl.scheduling.base import ScheduleView, SchedulingConfig
+from entropic_ctl.scheduling.base import EntropySignals, ScheduleView, SchedulingConfig
 from entropic_ctl.seating import Seating
 from entropic_ctl.signals import Finish, FloatArray, IntArray, Request, StepPlan, StepResult
 from entropic_ctl.slots import PageTable, SlotTable
 
-__all__ = ["Batcher", "EntropySignals"]
+__all__ = ["Batcher"]
 
 Score = Callable[[IntArray], FloatArray]
 _NONE = np.empty(0, np.int64)
 _NEVER = 2**62
-
-
-@dataclass(frozen=True, slots=True)
-class EntropySignals:
-    """What a policy knows of each live request's model entropy; columns as in :class:`ScheduleView`."""
-
-    entropy: FloatArray
-    entropy_mean: FloatArray
-    reduction_ewma: FloatArray
-    entropy_cov1: FloatArray
-    entropy_var: FloatArray
-    seen: IntArray
 
 
 class Batcher:

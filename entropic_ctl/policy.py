@@ -16,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 from array_api_compat import array_namespace, device, to_device
 
-from entropic_ctl.batching import EntropySignals
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.base import PruningLaw
-from entropic_ctl.scheduling.base import ScheduleView, SchedulingPolicy
+from entropic_ctl.scheduling.base import EntropySignals, ScheduleView, SchedulingPolicy
 from entropic_ctl.signals import Array, FloatArray, IntArray, LogitView, Tempered
 from entropic_ctl.temperature.base import TemperatureLaw
 
@@ -188,6 +187,8 @@ class Policy:
         distinct : bool
             The caller knows that no slot occurs twice.
         """
+        model_entropy = np.asarray(model_entropy, np.float64)
+        tempered_entropy = np.asarray(tempered_entropy, np.float64)
         use = np.isfinite(model_entropy) & (greedy | np.isfinite(tempered_entropy))
         if valid is not None:
             use &= valid

@@ -202,6 +202,81 @@ def test_a_tiny_budget_equals_dense_and_layer_options_hold_in_both(dtype: torch.
     assert (a.float() - c.float()).abs().max() > rounding
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_pruned_rows_of_different_lengths_in_one_step_equal_their_solo_runs(seed: int) -> None:
+    """Five decode rows, one dense, one too short to prune, with unlike budgets, lengths and page lists."""
+    rng = np.random.default_rng(seed)
+    total, theta, per_row = [90, 30, 200, 64, 150], [0.3, 0.5, 0.02, 0.0, 3.0], 13
+    table = rng.permutation(5 * per_row).reshape(5, per_row)
+    q, k, v = ([randn(h, n, 8, seed=10 * seed + h + i) * 2 for i, n in enumerate(total)] for h in (4, 2, 2))
+    q[4][:, -1] *= 0  # uniform attention
+    cache = poisoned(2, 8, 5 * per_row, 16)
+    for r, n in enumerate(total):
+        past = slice(0, n - 1)
+        step(cache, single_row_plan(0, n - 1, table[r], samples=False), q[r][:, past], k[r][:, past], v[r][:, past])
+    solo = []
+    for r, n in enumerate(total):
+        plan = single_row_plan(n - 1, 1, table[r], theta_nats=theta[r])
+        solo.append(step(cache, plan, q[r][:, n - 1 :], k[r][:, n - 1 :], v[r][:, n - 1 :], audit=True))
+    together = [torch.cat([x[r][:, n - 1 :] for r, n in enumerate(total)], dim=1) for x in (q, k, v)]
+    plan = rows_plan([n - 1 for n in total], [1] * 5, theta, table)
+    out, batch = step(cache, plan, *together, audit=True, want_output_error=True)
+    stats = batch.statistics()
+    assert [a.row for a in batch.audits] == [0, 2, 4]
+    for r, (alone, its) in enumerate(solo):
+        torch.testing.assert_close(out[:, r : r + 1], alone, atol=1e-6, rtol=1e-5)
+        mine = its.statistics()
+        for name in ("kept_fraction", "pruned_mass_mean", "pruned_mass_max", "certificate_max"):
+            assert getattr(stats, name)[r] == pytest.approx(getattr(mine, name)[0], rel=1e-5)
+        for a, b in zip(its.audits, [x for x in batch.audits if x.row == r], strict=True):
+            np.testing.assert_array_equal(a.kept, b.kept)
+            assert (b.true_mass <= b.certified_mass).all()
+    assert (stats.output_error_max[[0, 2, 4]] > 0).all()
+    assert (stats.output_error_max[[1, 3]] == 0).all()
+    scored = sum(row.candidates.shape[0] for row in batch.rows)
+    alone_bytes = sum(its.statistics().kv_bytes for _, its in solo)
+    assert stats.kv_bytes == pytest.approx(alone_bytes + scored * cache.value_page_bytes)
+
+
+@pytest.mark.parametrize("poison", [0.0, torch.nan])
+@pytest.mark.parametrize("wanted", [([], [1]), ([3], [1, 4]), ([1, 2, 3, 4, 5], [])])
+def test_a5_kv_heads_that_keep_unlike_numbers_of_pages_down_to_none(wanted: tuple, poison: float) -> None:
+    """The empty state merges away, and neither dropped pages nor the padding of the shorter list is ever a value."""
+    q, k, v = torch.ones(2, 100, 8), randn(2, 100, 8, seed=1) * 0.1, randn(2, 100, 8, seed=2)
+    page = torch.arange(100) // 16
+    cache, pages = poisoned(2, 8, 7, 16), torch.tensor([6, 5, 4, 3, 2, 1, 0])
+    keep = [(page == 0) | (page == 6) | torch.isin(page, torch.tensor(w, dtype=torch.int64)) for w in wanted]
+    for h in range(2):
+        k[h, ~keep[h]] = -30.0
+    step(cache, single_row_plan(0, 99, pages, samples=False), q[:, :99], k[:, :99], v[:, :99])
+    for h in range(2):
+        gone = pages[[b for b in range(1, 6) if b not in wanted[h]]]
+        cache.k[0, gone, h] = cache.v[0, gone, h] = poison
+    batch = PagedBatch.from_plan(single_row_plan(99, 1, pages, theta_nats=0.01), cache, TIGHT)
+    out, _ = paged_attention(LAYER0, q[None, :, 99:], k[None, :, 99:], v[None, :, 99:], None, paged=batch)
+    for h in range(2):
+        expected = dense(q[h : h + 1, 99:], k[h : h + 1], v[h : h + 1], keep[h])
+        torch.testing.assert_close(out[0, :, h].double(), expected[0], atol=1e-6, rtol=1e-5)
+    assert batch.statistics().kept_fraction[0] == pytest.approx((4 + len(wanted[0]) + len(wanted[1])) / 14)
+
+
+def test_a_row_that_overflows_is_dense_and_leaves_its_neighbour_alone() -> None:
+    q, k, v = randn(2, 200, 8), randn(1, 200, 8, seed=1), randn(1, 200, 8, seed=2)
+    cache, table, total = poisoned(1, 8, 26, 16), np.arange(26).reshape(2, 13), [100, 200]
+    for r, n in enumerate(total):
+        past = slice(0, n - 1)
+        step(cache, single_row_plan(0, n - 1, table[r], samples=False), q[:, past], k[:, past], v[:, past])
+    now = [n - 1 for n in total]
+    q[:, now[0]] = torch.inf
+    plan = rows_plan(now, [1, 1], [0.3, 0.3], table)
+    out, batch = step(cache, plan, q[:, now], k[:, now], v[:, now])
+    stats = batch.statistics()
+    assert stats.kept_fraction[0] == 1.0
+    assert stats.pruned_mass_max[0] == 0.0
+    assert 0 < stats.kept_fraction[1] < 1
+    assert out[:, 1].isfinite().all()
+
+
 def test_pruned_output_is_dense_attention_over_the_kept_pages_and_its_error_is_bounded() -> None:
     n = 200
     q, k, v = randn(6, n, 16) * 2, randn(2, n, 16, seed=1), randn(2, n, 16, seed=2) + 3
@@ -246,6 +321,14 @@ def test_statistics_of_dense_rows_are_one_and_zero() -> None:
         stats = batch.statistics()
         assert [stats.kept_fraction[0], stats.pruned_mass_mean[0], stats.pruned_mass_max[0]] == [1.0, 0.0, 0.0]
         assert stats.certificate_max[0] == 0.0
+
+
+def test_prefill_is_exact_whatever_the_budget_even_a_chunk_of_one_token() -> None:
+    cache = poisoned(1, 8, 7, 16)
+    cache.sealed[:6] = True
+    for n, samples, theta in ((1, False, 0.0), (2, True, 0.0), (1, True, 0.4)):
+        plan = single_row_plan(100 - n, n, range(7), theta_nats=0.4, samples=samples)
+        assert PagedBatch.from_plan(plan, cache, TIGHT).rows[0].theta_nats == theta
 
 
 def test_pages_without_a_seal_are_read_in_full() -> None:

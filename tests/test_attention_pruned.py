@@ -11,7 +11,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from backends.attention import PagedBatch, register  # noqa: E402
-from backends.attention.audit import audit_certificate, single_row_plan  # noqa: E402
+from backends.attention.audit import audit_certificate, real_text, single_row_plan  # noqa: E402
 from backends.attention.pruned import page_bounds, pruned_decode, true_page_mass  # noqa: E402
 from backends.attention.reference import Scoring  # noqa: E402
 from backends.kv_cache import PagedKVCache  # noqa: E402
@@ -98,16 +98,21 @@ def test_a_query_that_overflows_reads_everything() -> None:
     assert batch.statistics().certificate_max[0] == 0.0
 
 
-def test_reduced_precision_products_are_refused() -> None:
+def test_reduced_precision_products_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = PagedKVCache(1, 1, 4, 3, 4, torch.float32)
-    before = torch.get_float32_matmul_precision()
+    pruned, dense = single_row_plan(9, 1, range(3), theta_nats=1.0), single_row_plan(9, 1, range(3))
     try:
-        torch.set_float32_matmul_precision("high")
-        with pytest.raises(BadInputError, match="highest"):
-            PagedBatch.from_plan(single_row_plan(9, 1, range(3), theta_nats=1.0), cache, PruningConfig())
-        PagedBatch.from_plan(single_row_plan(9, 1, range(3)), cache, PruningConfig())
+        for precision in ("high", "medium"):
+            torch.set_float32_matmul_precision(precision)
+            with pytest.raises(BadInputError, match="fp32_precision"):
+                PagedBatch.from_plan(pruned, cache, PruningConfig())
+            PagedBatch.from_plan(dense, cache, PruningConfig())
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision("highest")
+    PagedBatch.from_plan(pruned, cache, PruningConfig())
+    monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
+    with pytest.raises(BadInputError, match="ONEDNN"):
+        PagedBatch.from_plan(pruned, cache, PruningConfig())
 
 
 def tiny(heads: int, kv_heads: int, layers: int = 1, attention: str | None = None):
@@ -201,3 +206,20 @@ def test_audit_on_a_small_model() -> None:
             audit_certificate(model, ids, **bad)
     with pytest.raises(BadInputError, match="no page"):
         audit_certificate(model, ids[:40], 0.1, positions=1)
+
+
+@pytest.mark.model
+def test_certificate_holds_and_is_tight_on_real_text_in_the_real_model() -> None:
+    """The command ``entropic bench certificate`` does the same over 4,096 tokens."""
+    fetch = pytest.importorskip("backends.fetch")
+    models = pytest.importorskip("backends.models")
+    if not fetch.default_folder().is_dir():
+        pytest.skip("the default model is not fetched: run `entropic fetch`")
+    loaded = models.load()
+    ids = loaded.prompt_ids(real_text()[:8000], chat=False)[:1024]
+    got = audit_certificate(loaded.model, ids, 0.01, positions=2)
+    assert got.context == 1024
+    assert got.heads == 2 * 28 * 9
+    assert got.holds
+    assert got.ratio <= 1.25
+    assert got.kept_fraction < 0.85

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,15 @@ SMALL = {
     "page_tokens": 8,
     "pruning": PruningConfig(dense_layers=0, recent_pages=1),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny tensors: a second thread only waits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -110,3 +120,16 @@ def test_prompts_and_the_long_document(model: models.LoadedModel) -> None:
     ids = prompts.document_ids(model, 3000)
     assert prompts.document_ids(model, 1000, start=2000) == ids[2000:]
     assert prompts.document().startswith(model.decode(ids).rstrip("\ufffd"))
+
+
+def test_the_shipped_bank_is_whole_small_and_sane() -> None:
+    path = Path(__file__).resolve().parents[1] / "sim" / "data" / "smollm2-135m.npz"
+    assert path.stat().st_size < 1_000_000
+    bank = banks.load(path)
+    assert bank.meta["model"] == models.DEFAULT
+    assert bank.meta["dtype"] == "float32"
+    assert bank.temperature.shape[0] == bank.meta["prompts"] * 5
+    assert (bank.mass_mean <= bank.certificate_mean).all()
+    assert (bank.certificate_mean[:, 1:] / bank.mass_mean[:, 1:]).max() < 1.25
+    assert (bank.certificate_max <= 1 - np.exp(-bank.theta) + 1e-6).all()
+    assert (np.diff(bank.kept, axis=0) < 0)[:, 1:].all()  # longer contexts need a smaller share

@@ -257,6 +257,20 @@ def test_a_repeated_plan_equals_the_one_decided_from_scratch(
     assert run(True) == run(False)
 
 
+def test_a_row_is_served_in_the_step_in_which_it_becomes_overdue() -> None:
+    """One seat, W = 5, a quantum far longer: request 1 runs first in step 5, for q = 50 protected steps."""
+    loop = make(engine(max_batch=1), macro=Scored(lambda v: -v.arrival_order, wait_limit_steps=5, quantum_steps=50))
+    trace = drive(loop, [Request(i, 0.0, 1, 60) for i in range(2)], check=check_invariants)
+    assert [plan.ids.tolist() for plan in trace.plans[:56]] == [[0]] * 5 + [[1]] * 50 + [[0]]
+
+
+def test_a_row_just_served_does_not_overtake_one_that_waits_longer() -> None:
+    """One seat, three rows, W = 1: everyone is overdue all the time; plain arrival order would starve row 2."""
+    loop = make(engine(max_batch=1), macro=Scored(lambda v: -v.arrival_order, wait_limit_steps=1, quantum_steps=1))
+    trace = drive(loop, [Request(i, 0.0, 1, 4) for i in range(3)], check=check_invariants)
+    assert [plan.ids.tolist() for plan in trace.plans] == [[0], [1], [2]] * 4
+
+
 def test_steady_decoding_takes_the_short_way() -> None:
     loop = make(engine(pages=200, max_live=3))
     calls = []

@@ -161,6 +161,17 @@ def test_numpy_and_torch_views_give_the_same_answer() -> None:
     assert b.valid.tolist() == [True, True, True]
 
 
+def test_float32_entropies_update_in_float64() -> None:
+    wide, narrow = policy(), policy()
+    h = np.array([1.1, 2.3], np.float32)
+    for p, values in ((wide, h.astype(np.float64)), (narrow, h)):
+        p.start(np.arange(2))
+        for _ in range(3):
+            p.observe(np.arange(2), values, values, np.zeros(2, np.bool_))
+    assert np.array_equal(wide._stats, narrow._stats)
+    assert np.array_equal(wide.u, narrow.u)
+
+
 def test_no_rows_ask_nothing() -> None:
     class Never:
         @property

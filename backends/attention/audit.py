@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from backends.attention.batch import PagedBatch
+from backends.attention.forward import register
 from backends.kv_cache import PagedKVCache
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.base import PruningConfig
@@ -140,7 +141,7 @@ def audit_certificate(
     Parameters
     ----------
     model : transformers causal language model
-        Loaded with ``attn_implementation="entropic_paged"``, in eval mode.
+        In eval mode. Its attention implementation is switched to the paged one, and stays so.
     tokens : sequence of int
         The text; more tokens than ``positions``.
     theta_nats : float
@@ -159,6 +160,7 @@ def audit_certificate(
         raise BadInputError("text too short", field="positions", value=positions, allowed=f"[1, {len(tokens) - 1}]")
     if not theta_nats > 0:
         raise BadInputError("nothing to audit", field="theta_nats", value=theta_nats, allowed="> 0")
+    model.set_attn_implementation(register())
     config, weight = model.config, next(model.parameters())
     pruning = pruning or PruningConfig()
     pages = range(-(-len(tokens) // page_tokens))

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from backends.attention.batch import PagedBatch, Row
+from backends.attention.batch import PagedBatch
 from backends.attention.pruned import pruned_decode
 from backends.attention.reference import Scoring, State, attend, visible, window_pages, with_sink
+from backends.attention.rows import Row
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.select import heads_per_group
 

@@ -16,8 +16,8 @@ in any order of summation, fused or not. Hence, with the scale's own rounding an
 
 where the shadow's two extra roundings (product by the step, sum with the minima's part) are inside the +6. A
 log-sum-exp of n scores adds at most (n + 32) u (exp to 4 ulp, subtraction of the maximum at most u |d| e^d <= u / e per
-term, the sum g_n) plus 4 u |lse|. A score cap is 1-Lipschitz and adds 8 u cap. Reduced-precision float32 products (TF32, bf16) would
-break the first line and are refused.
+term, the sum g_n) plus 4 u |lse|. A score cap is 1-Lipschitz and adds 8 u cap. Reduced-precision float32 products
+(TF32, bf16) would break the first line and are refused.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from backends.attention.batch import LayerAudit, PagedBatch, PrunedRows, Row
+from backends.attention.batch import LayerAudit, PagedBatch
 from backends.attention.reference import Scoring, State, attend, merge, with_sink
+from backends.attention.rows import PrunedRows, Row
 from backends.kv_cache import PagedKVCache
 from entropic_ctl.pruning.certificate import mass_bound, output_error
 from entropic_ctl.pruning.select import select

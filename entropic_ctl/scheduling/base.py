@@ -16,7 +16,7 @@ import numpy.typing as npt
 from entropic_ctl import fields
 from entropic_ctl.signals import FloatArray, IntArray
 
-__all__ = ["ScheduleView", "SchedulingConfig", "SchedulingPolicy"]
+__all__ = ["EntropySignals", "ScheduleView", "SchedulingConfig", "SchedulingPolicy"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,18 @@ class ScheduleView:
     pool_pages: int
     token_budget: int  # tokens one step can run
     step_s: float  # EWMA of the duration of a step, seconds (0 before the first)
+
+
+@dataclass(frozen=True, slots=True)
+class EntropySignals:
+    """What a policy knows of each live request's model entropy; columns as in :class:`ScheduleView`."""
+
+    entropy: FloatArray
+    entropy_mean: FloatArray
+    reduction_ewma: FloatArray
+    entropy_cov1: FloatArray
+    entropy_var: FloatArray
+    seen: IntArray
 
 
 class SchedulingPolicy(Protocol):

@@ -1,0 +1,105 @@
+"""The requests of one packed pass, and the pruned ones among them laid out for one pass over all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from entropic_ctl.signals import FloatArray, IntArray
+
+__all__ = ["PrunedRows", "Row"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request of the packed batch.
+
+    ``start : stop`` are its tokens in the packed axis, ``table`` (int64 tensor) its pages in order, ``length`` the
+    tokens it will have cached after this step. ``theta_nats`` > 0 only if this row may be pruned, and then
+    ``candidates`` are the indices in ``table`` of full, sealed, unprotected pages and ``fixed`` the other indices.
+    """
+
+    start: int
+    stop: int
+    context: int
+    length: int
+    table: torch.Tensor
+    theta_nats: float
+    candidates: torch.Tensor
+    fixed: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PrunedRows:
+    """The n rows with a positive budget, ragged page lists padded to rectangles.
+
+    Parameters
+    ----------
+    rows : int64 array, shape (n,)
+        Their index in the batch.
+    tokens : int64 tensor, shape (n,)
+        Their place in the packed axis.
+    length, n_pages, fixed_tokens : int64 array, shape (n,)
+        Tokens cached after this step; pages; tokens in fixed pages.
+    theta_nats : FloatArray, shape (n,)
+    candidates : int64 tensor, shape (S,)
+        Page ids of all candidates, row after row.
+    candidate_row, candidate_at : int64 array, shape (S,)
+        Row (0..n-1) and column of each candidate in ``padded``.
+    padded : int64 tensor, shape (n, C)
+        Candidate page ids, padded with the row's first one.
+    n_candidates : int64 array, shape (n,)
+    fixed : int64 tensor, shape (n, F)
+        Page ids of the fixed pages in order, padded with the row's first one.
+    fixed_valid : bool tensor, shape (n, F * page_tokens)
+        True for written slots of fixed pages (padding is False).
+    """
+
+    rows: IntArray
+    tokens: torch.Tensor
+    length: IntArray
+    n_pages: IntArray
+    fixed_tokens: IntArray
+    theta_nats: FloatArray
+    candidates: torch.Tensor
+    candidate_row: IntArray
+    candidate_at: IntArray
+    padded: torch.Tensor
+    n_candidates: IntArray
+    fixed: torch.Tensor
+    fixed_valid: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: list[Row], page_tokens: int) -> PrunedRows:
+        """Lay out the rows whose budget is positive (at least one)."""
+        index = [r for r, row in enumerate(rows) if row.theta_nats > 0.0]
+        mine = [rows[r] for r in index]
+        device = mine[0].table.device
+
+        def pad(lists: list[torch.Tensor]) -> torch.Tensor:
+            width = max(x.shape[0] for x in lists)
+            return torch.stack([torch.cat([x, x[:1].expand(width - x.shape[0])]) for x in lists])
+
+        count = np.array([row.candidates.shape[0] for row in mine], np.int64)
+        length = np.array([row.length for row in mine], np.int64)
+        n_fixed = np.array([row.fixed.shape[0] for row in mine], np.int64)
+        fixed_tokens = (n_fixed - 1) * page_tokens + (length - 1) % page_tokens + 1  # the page being written is last
+        fixed = pad([row.table[row.fixed] for row in mine])
+        slot = torch.arange(fixed.shape[1] * page_tokens, device=device)
+        return cls(
+            rows=np.array(index, np.int64),
+            tokens=torch.tensor([row.start for row in mine], device=device),
+            length=length,
+            n_pages=np.array([row.table.shape[0] for row in mine], np.int64),
+            fixed_tokens=fixed_tokens,
+            theta_nats=np.array([row.theta_nats for row in mine]),
+            candidates=torch.cat([row.table[row.candidates] for row in mine]),
+            candidate_row=np.repeat(np.arange(len(mine)), count),
+            candidate_at=np.concatenate([np.arange(n) for n in count]),
+            padded=pad([row.table[row.candidates] for row in mine]),
+            n_candidates=count,
+            fixed=fixed,
+            fixed_valid=slot < torch.from_numpy(fixed_tokens).to(device).unsqueeze(1),
+        )
