@@ -68,8 +68,8 @@ def tuning_note(trials: Mapping[str, np.ndarray]) -> str:
     count = trials["objective"].shape[0]
     fell = number(float(trials["objective"][0] - trials["objective"][best]))
     return (
-        f"Tuning ({count} simulations, on seeds not used elsewhere) took {chosen}; its cost fell by {fell} (0.01 is 1% of "
-        "latency; one or two percent is within the noise of one workload)."
+        f"Tuning ({count} simulations, on seeds not used elsewhere) took {chosen}; its cost fell by {fell} "
+        "(0.01 is 1% of latency; one or two percent is within the noise of one workload)."
     )
 
 

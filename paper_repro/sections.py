@@ -84,7 +84,13 @@ def synergy_rows(synergy: Mapping[str, np.ndarray]) -> list[list[str]]:
 def print_table(console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; the first column is left-aligned, words too, numbers right."""
     table = Table(
-        title=title, title_justify="left", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD, show_edge=False
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
     )
     for i, name in enumerate(header):
         words = any(row[i][:1].isalpha() for row in rows)
