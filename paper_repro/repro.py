@@ -17,7 +17,7 @@ from paper_repro.worlds import Certifier, RealEngine, Simulation
 
 __all__ = ["FULL", "QUICK", "run"]
 
-QUICK = Size(sim_requests=32, sim_repeats=8, engine_repeats=3, max_new_tokens=24, tune_trials=0)
+QUICK = Size(sim_requests=32, sim_repeats=8, engine_repeats=4, max_new_tokens=24, tune_trials=0)
 FULL = Size(sim_requests=128, sim_repeats=24, engine_repeats=8, max_new_tokens=96, tune_trials=0)
 
 

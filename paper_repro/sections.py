@@ -10,11 +10,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from paper_repro.claims import ARMS, BASELINE, claim
+from paper_repro.claims import ARMS, claim
 from paper_repro.experiments import METRICS
 from paper_repro.report import number, with_interval
 
-__all__ = ["EFFECT_HEADER", "WORLD_HEADER", "effect_rows", "print_table", "synergy_rows", "world_rows"]
+__all__ = ["EFFECT_HEADER", "effect_rows", "print_table", "synergy_rows", "world_table"]
 
 _WORLD = (
     ("latency (s)", "latency_s"),
@@ -28,19 +28,10 @@ _WORLD = (
     ("KV read (MB)", "kv_bytes"),
     ("pages read", "kept_fraction"),
     ("KL (nats)", "kl_nats"),
-    ("certified mass", "certified_mass_mean"),
+    ("cert. mass", "certified_mass_mean"),
 )
 _SCALE = {"tau_per_flop": 1e9, "tau_per_kv_byte": 1e6, "kv_bytes": 1e-6}
-WORLD_HEADER = ("arm", *(title for title, _ in _WORLD))
-EFFECT_HEADER = (
-    "arm",
-    "metric",
-    "paper",
-    "simulation (ours)",
-    "engine (ours)",
-    "verdict in simulation",
-    "verdict on engine",
-)
+EFFECT_HEADER = ("arm", "metric", "paper", "ours [95% interval]", "verdict")
 
 
 def _mean(values: np.ndarray) -> float:
@@ -48,40 +39,32 @@ def _mean(values: np.ndarray) -> float:
     return float(known.mean()) if known.size else math.nan
 
 
-def world_rows(runs: Mapping[str, np.ndarray], world: str) -> list[list[str]]:
-    """Return one row per arm: means over repeats."""
-    out = []
-    for arm in ARMS:
-        pick = (runs["world"] == world) & (runs["arm"] == arm)
-        if not pick.any():
-            continue
-        cells = [arm]
-        for _, column in _WORLD:
+def world_table(runs: Mapping[str, np.ndarray], world: str) -> tuple[list[str], list[list[str]]]:
+    """Return (header, rows): one column per arm, one row per quantity, means over repeats."""
+    arms = [arm for arm in ARMS if ((runs["world"] == world) & (runs["arm"] == arm)).any()]
+    rows = []
+    for title, column in _WORLD:
+        cells = [title]
+        for arm in arms:
+            pick = (runs["world"] == world) & (runs["arm"] == arm)
             value = _mean(runs[column][pick]) if column in runs else math.nan
             cells.append(number(value * _SCALE.get(column, 1.0)))
-        out.append(cells)
-    return out
+        rows.append(cells)
+    return ["mean", *arms], rows
 
 
-def effect_rows(effects: Mapping[str, np.ndarray], *, claimed_only: bool = False) -> list[list[str]]:
-    """Return the paper's number, both worlds with intervals, and the verdicts, one row per arm and metric."""
+def effect_rows(effects: Mapping[str, np.ndarray], world: str, *, claimed_only: bool = False) -> list[list[str]]:
+    """Return the paper's number, ours with its interval, and the verdict, one row per arm and metric."""
     out = []
-    for arm in [arm for arm in ARMS if arm != BASELINE and (effects["arm"] == arm).any()]:
-        for metric in METRICS:
-            said = claim(arm, metric.claim) if metric.claim else None
-            if claimed_only and said is None:
-                continue
-            shown, verdict = [], []
-            for world in ("simulation", "engine"):
-                pick = (effects["world"] == world) & (effects["arm"] == arm) & (effects["metric"] == metric.name)
-                if pick.any():
-                    i = int(np.flatnonzero(pick)[0])
-                    shown.append(with_interval(*(float(effects[name][i]) for name in ("ratio", "low", "high"))))
-                    verdict.append(str(effects["verdict"][i]) or "–")
-                else:
-                    shown.append("–")
-                    verdict.append("–")
-            out.append([arm, metric.name, f"{said.paper:.2f}" if said else "–", *shown, *verdict])
+    titles = {metric.name: metric.claim for metric in METRICS}
+    for i in np.flatnonzero(effects["world"] == world).tolist():
+        arm, metric = str(effects["arm"][i]), str(effects["metric"][i])
+        said = claim(arm, titles[metric]) if titles[metric] else None
+        if claimed_only and said is None:
+            continue
+        ours = with_interval(*(float(effects[name][i]) for name in ("ratio", "low", "high")))
+        first = arm if not out or arm not in [row[0] for row in out] else ""
+        out.append([first, metric, f"{said.paper:.2f}" if said else "–", ours, str(effects["verdict"][i]) or "–"])
     return out
 
 
@@ -100,10 +83,22 @@ def synergy_rows(synergy: Mapping[str, np.ndarray]) -> list[list[str]]:
 
 def print_table(console: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; the first column is left-aligned, words too, numbers right."""
-    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+    )
     for i, name in enumerate(header):
         words = any(row[i][:1].isalpha() for row in rows)
-        table.add_column(name, justify="left" if i == 0 or words else "right")
+        table.add_column(
+            name.replace(" ", "\n") if i and name in ARMS else name,
+            justify="left" if i == 0 or words else "right",
+            no_wrap=True,
+        )
     for row in rows:
         table.add_row(*row)
     console.print(table)

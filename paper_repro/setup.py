@@ -38,7 +38,7 @@ class Size:
 
     sim_requests: int = 32
     sim_repeats: int = 8
-    engine_repeats: int = 3
+    engine_repeats: int = 5
     max_new_tokens: int = 32
     tune_trials: int = 16
     long_tokens: int = LONG_TOKENS

@@ -17,11 +17,12 @@ _NOTICE = 0.01
 
 
 def worse(effects: Mapping[str, np.ndarray], arms: Sequence[str], runs: Mapping[str, np.ndarray]) -> list[str]:
-    """Return one sentence per metric that got worse, resolved ones first; never empty.
+    """Return one sentence per metric that got worse, then one per arm for what is not resolved; never empty.
 
     A metric is *resolved* worse if its whole 95% interval lies on the worse side of 1.
     """
-    resolved, unresolved = [], []
+    resolved: list[str] = []
+    unresolved: dict[str, list[str]] = {}
     better_is = {metric.name: metric.higher_is_better for metric in METRICS}
     titles = {metric.name: metric.title for metric in METRICS}
     for i in range(effects["metric"].shape[0]):
@@ -39,12 +40,14 @@ def worse(effects: Mapping[str, np.ndarray], arms: Sequence[str], runs: Mapping[
         shown = f"{100 * (ratio - 1):+.1f}%" + (
             f" [{100 * (low - 1):+.1f}%, {100 * (high - 1):+.1f}%]" if known else ""
         )
-        sentence = f"{world}, {arm}: {titles[metric]} {shown}"
         if sure:
-            resolved.append(sentence + ".")
+            resolved.append(f"{world}, {arm}: {titles[metric]} {shown}.")
         elif abs(ratio - 1) >= _NOTICE:
-            unresolved.append(sentence + " (not resolved: the interval includes no change).")
-    out = resolved + unresolved
+            unresolved.setdefault(f"{world}, {arm}", []).append(f"{titles[metric]} {shown}")
+    out = resolved + [
+        f"{where}, not resolved (the interval includes no change): {'; '.join(what)}."
+        for where, what in unresolved.items()
+    ]
     for world in dict.fromkeys(runs["world"].tolist()):
         for arm in arms:
             pick = (runs["world"] == world) & (runs["arm"] == arm)

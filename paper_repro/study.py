@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from paper_repro.worlds import RealEngine
 
 __all__ = ["Study", "not_identifiable", "span"]
 
+_Tables = list[tuple[str, Sequence[str], Sequence[Sequence[str]]]]
 _TITLES = {
     "latency": "end-to-end latency (lower is better)",
     "throughput": "throughput (higher is better)",
@@ -185,19 +186,25 @@ class Study:
     def finish(self, engine: RealEngine | None, focus: list[str]) -> Outcome:
         """Write the report and return the outcome; ``focus`` are the arms whose losses are spelled out."""
         outcome = Outcome(self.config, violations=self.violations)
-        worlds = list(dict.fromkeys(self.runs["world"].tolist()))
-        for world in worlds:
+        measured: _Tables = []
+        beside: _Tables = []
+        for world in dict.fromkeys(self.runs["world"].tolist()):
             where = "simulated 2-core CPU" if world == "simulation" else "this machine"
-            outcome.tables.append(
-                (f"{world} ({where}), means over runs", sections.WORLD_HEADER, sections.world_rows(self.runs, world))
+            header, rows = sections.world_table(self.runs, world)
+            measured.append((f"{world} ({where})", header, rows))
+            beside.append(
+                (
+                    f"{world}: ratios to its baseline, beside the paper's",
+                    sections.EFFECT_HEADER,
+                    sections.effect_rows(self.effects, world, claimed_only=True),
+                )
             )
-        effect_rows = sections.effect_rows(self.effects, claimed_only=True)
-        outcome.tables.append(("ratios to baseline with 95% intervals", sections.EFFECT_HEADER, effect_rows))
+        outcome.tables = measured + beside
         losses = statements.worse(self.effects, focus, self.runs)
-        rows = int(np.nansum(self.runs.get("pruned_rows", np.zeros(1))))
+        pruned = int(np.nansum(self.runs.get("pruned_rows", np.zeros(1))))
         share = self.runs.get("worst_share", np.zeros(1))
         promises = statements.guarantees(
-            rows,
+            pruned,
             int(np.nansum(self.runs.get("violations", np.zeros(1)))),
             float(np.nanmax(share)) if np.isfinite(share).any() else 0.0,
             self.replay_text,
@@ -214,15 +221,15 @@ class Study:
             "violations": self.violations,
             "loop": {arm: resolve_loop(loop) for arm, loop in self.arms.items()},
         }
-        self._report(outcome, losses, promises, effect_rows, engine)
+        self._report(measured, beside, losses, promises, engine)
         return outcome
 
     def _report(
         self,
-        outcome: Outcome,
+        measured: _Tables,
+        beside: _Tables,
         losses: list[str],
         promises: list[str],
-        effect_rows: list[list[str]],
         engine: RealEngine | None,
     ) -> None:
         report = Report(
@@ -234,14 +241,15 @@ class Study:
         if self.certificate_text:
             report.say(self.certificate_text)
         report.heading("Measured, by world")
-        for title, header, rows in outcome.tables[:-1]:
+        for title, header, rows in measured:
             report.table(header, rows, title)
         report.heading("Beside the paper")
         report.say(
             "Ratios to the baseline of the same world, paired by seed, with 95% Student intervals on the log ratio. "
             "The paper does not say which cost its dτ/dC divides by, so all three are shown against the same claim."
         )
-        report.table(sections.EFFECT_HEADER, effect_rows)
+        for title, header, rows in beside:
+            report.table(header, rows, title)
         reasons = [
             [str(self.effects[name][i]) for name in ("world", "arm", "metric", "verdict", "reason")]
             for i in range(self.effects["verdict"].shape[0])

@@ -151,12 +151,12 @@ class RealEngine:
     texts: dict[tuple[str, int], list[str]] = field(default_factory=dict)
 
     def warm_up(self, loop: LoopConfig) -> None:
-        """Run the short prompts for a few tokens, unmeasured, so that no arm pays for first-time allocations."""
+        """Run every prompt for two tokens, unmeasured, so that no arm pays for what happens only once."""
         from backends.engine import Engine
         from backends.sampling import SamplingParams
 
         engine = Engine(with_loop(self.config, loop), self.model, verdict=self.certifier.verdict(loop))
-        for prompt, chat in self.prompts[:-1]:
+        for prompt, chat in self.prompts:
             engine.submit(prompt, SamplingParams(max_new_tokens=2), chat=chat)
         engine.run()
 
