@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from entropic_ctl.signals import Finish, Request, StepPlan, StepResult
 __all__ = ["GenerationView", "Tee", "progress", "sparkline"]
 
 _BARS = "▁▂▃▄▅▆▇█"
+_EVERY_S = 2.0
 
 
 def sparkline(values: Sequence[float], width: int, top: float | None = None) -> str:
@@ -34,15 +36,15 @@ def sparkline(values: Sequence[float], width: int, top: float | None = None) -> 
 
 
 @contextmanager
-def progress(title: str) -> Iterator[Callable[[str, float], None]]:
-    """Yield ``report(what, share)``; on a terminal a bar, otherwise one line per new ``what``, on standard error."""
+def progress(title: str, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str, float], None]]:
+    """Yield ``report(what, share)``; on a terminal a bar, otherwise a line every two seconds, on standard error."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        last = [""]
+        last = [clock()]
 
         def line(what: str, share: float) -> None:
-            if what != last[0]:
-                last[0] = what
+            if clock() - last[0] >= _EVERY_S:
+                last[0] = clock()
                 console.print(f"[{100 * share:3.0f}%] {what}", markup=False, highlight=False, soft_wrap=True)
 
         yield line

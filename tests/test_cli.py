@@ -446,3 +446,11 @@ def test_sparkline() -> None:
     assert cli_live.sparkline([0.0, 0.0], 5) == "▁▁"
     assert cli_live.sparkline([float("nan")], 5) == ""
     assert cli_live.sparkline([9.0], 5, top=1.0) == "█"
+
+
+def test_progress_without_a_terminal_is_a_line_every_two_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    times = iter([0.0, 1.0, 1.9, 2.5, 2.5, 3.0, 4.6, 4.6])
+    with cli_live.progress("work", clock=lambda: next(times)) as report:
+        for i in range(5):
+            report(f"part {i}", i / 10)
+    assert capsys.readouterr().err.splitlines() == ["[ 20%] part 2", "[ 40%] part 4"]
