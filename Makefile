@@ -1,4 +1,6 @@
 # Two commands set everything up: `make demo` and `make test`. Each creates .venv if it is missing.
+# Idle OpenMP threads sleep early: a second busy process would otherwise stall every parallel loop.
+export GOMP_SPINCOUNT ?= 1000
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
