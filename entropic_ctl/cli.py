@@ -301,19 +301,26 @@ def repro(
     raise typer.Exit(cli_run.repro(out, quick=quick, seed=seed, repeats=repeats, force=force, json_file=json_file))
 
 
+class Switch(enum.StrEnum):
+    """On or off."""
+
+    ON = "on"
+    OFF = "off"
+
+
 @bench_app.command("sim")
 def bench_sim(
     trace: Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Azure CSV of arrivals.")] = None,
-    loop: Annotated[bool, typer.Option("--loop/--no-loop", help="With the three laws, or standard inference.")] = True,
+    loop: Annotated[Switch, typer.Option("--loop", help="The three laws, or standard inference.")] = Switch.ON,
     json_file: Json = None,
 ) -> None:
     """Speed of the simulator: microseconds per iteration, tokens per second, peak memory.
 
-    Example: `entropic bench sim --json sim.json`
+    Example: `entropic bench sim --loop off --json sim.json`
     """
     from entropic_ctl import cli_run
 
-    cli_run.bench_sim(trace, loop=loop, json_file=json_file)
+    cli_run.bench_sim(trace, loop=loop is Switch.ON, json_file=json_file)
 
 
 @bench_app.command("engine")

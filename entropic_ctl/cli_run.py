@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +131,17 @@ def _show(title: str, values: Mapping[str, Any]) -> None:
     table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
-    for name, value in values.items():
+    for name, value in _leaves(values):
         table.add_row(name, _text(value))
     Console(highlight=False).print(table)
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 def _text(value: Any) -> str:

@@ -13,7 +13,8 @@ It has four parts; part i does F_i floating-point operations and moves B_i bytes
       F = 4 H D (c + 1) (L_dense + L' (1/2 + p))
 
   An 8-bit shadow of the keys is a quarter of the 16-bit K and V; its 16-bit step, minimum and measured error, a triple
-  per channel and page, are 1.5/page of them (0.094 at 16 tokens). Scoring is half of the attention FLOPs: q.k without the values.
+  per channel and page, are 1.5/page of them (0.094 at 16 tokens). Scoring is half of the attention FLOPs: q.k without
+  the values.
 
 k = 2 L H_kv D * bytes per element is the KV size of a token. Part i takes::
 
