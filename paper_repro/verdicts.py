@@ -120,7 +120,9 @@ def judge(effect: Effect, paper: float, *, higher_is_better: bool, not_identifia
         if high < claimed:
             return Judgement("partly", f"{shown}: the claimed direction, but short of {paper:g}")
         if low < claimed / 2:
-            return Judgement("partly", f"{shown}: the claimed direction, but less than half of {paper:g} is established")
+            return Judgement(
+                "partly", f"{shown}: the claimed direction, but less than half of {paper:g} is established"
+            )
         return Judgement("reproduced", f"{shown}: at least half established, and not short of the claimed {paper:g}")
     if high < 0:
         return Judgement("refuted", f"{shown}: the opposite direction to the claimed {paper:g}")

@@ -38,7 +38,7 @@ class Config(SchedulingConfig):
     gamma: float = fields.number(1.0, 0.0, 1e6, "weight of latency: expected remaining time / latency objective")
     latency_objective_s: float = fields.number(10.0, 0.0, 1e9, "latency objective, seconds", open_lo=True)
     expected_output_tokens: float = fields.number(128.0, 1.0, 1e9, "tokens a request is expected to go on for")
-    prior_nats: float = fields.number(2.0, 0.0, 100.0, "E[dH] of a request that has shown nothing yet, nats")
+    prior_nats: float = fields.number(0.65, 0.0, 100.0, "E[dH] of a request that has shown nothing yet, nats")
     prior_weight: float = fields.number(2.0, 0.0, 1e6, "observed reductions the prior is worth", open_lo=True)
 
 
