@@ -6,8 +6,10 @@ The ratio is the paper's; the shares, the predictors and the prior are ours. All
 gains transfer between machines: C_s the tokens the request needs in its next step over the token budget of a step,
 M_s the pages it holds over the pool, L_s its expected remaining time over the latency objective. C_s > 0 and
 alpha > 0 keep the denominator positive. Remaining output is taken as memoryless: ``expected_output_tokens`` more
-tokens, or what is left to the limit if that is less. A request that has shown no entropy yet has an optimistic prior
-(``prior_nats``), so that new requests start and reveal themselves.
+tokens, or what is left to the limit if that is less. A request that has shown no entropy yet has the prior
+``prior_nats``, by default the mean reduction per token of the shipped bank (0.57 to 0.72 nats by temperature). Holding
+no pages, it is then still ahead of a started request of average entropy, so new requests start and reveal themselves;
+a prior three times as large starts everything at once, and near saturation pays for it in preemptions.
 """
 
 from __future__ import annotations
