@@ -195,11 +195,12 @@ class Trajectories:
 
     def _still_going(self, prompt: IntArray, token: IntArray, u: FloatArray) -> IntArray:
         """Return the recording nearest in ln T that is not over at ``token``, or the nearest if all are."""
-        choices = self._table[prompt]
+        choices: IntArray = self._table[prompt]
         over = self.bank.ended[choices] & (token[:, None] >= self._length[choices])
         distance = np.abs(self._log_recorded - u[:, None])
         nearest = np.where(over & ~over.all(axis=1, keepdims=True), np.inf, distance).argmin(axis=1)
-        return choices[np.arange(prompt.shape[0]), nearest]
+        chosen: IntArray = choices[np.arange(prompt.shape[0]), nearest]
+        return chosen
 
     def view(self, at: IntArray, shift: FloatArray | None = None) -> BankView:
         """Return the distributions at the token rows ``at`` (from :meth:`select`), shifted by pruning."""
