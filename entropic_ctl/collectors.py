@@ -1,4 +1,4 @@
-"""Who listens to a run: the events that an engine or a replica reports, and how to pass them on to several listeners."""
+"""Who listens to a run: the events an engine or a replica reports, and how to pass them on to several listeners."""
 
 from __future__ import annotations
 

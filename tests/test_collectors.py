@@ -27,4 +27,10 @@ def test_refused_and_cancelled_requests_pass_through_a_tee() -> None:
     assert engine.cancel(gone)
     engine.run()
     summary = metrics.summary()
-    assert [summary[f"requests_{what}"] for what in ("in", "refused", "cancelled", "finished", "live")] == [3, 1, 1, 1, 0]
+    assert [summary[f"requests_{what}"] for what in ("in", "refused", "cancelled", "finished", "live")] == [
+        3,
+        1,
+        1,
+        1,
+        0,
+    ]
