@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "Action",
     "Array",
     "Finish",
     "FinishReason",
@@ -32,15 +31,6 @@ Array = Any
 """An array of any array-API library (NumPy, torch)."""
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-
-
-class Action(enum.StrEnum):
-    """What a plan does with one live request in one iteration."""
-
-    RUN = "run"
-    PAUSE = "pause"  # pages kept, no token this step
-    PREEMPT = "preempt"  # pages freed, recomputed later
-    REJECT = "reject"  # can never be served; leaves at once
 
 
 class FinishReason(enum.StrEnum):
