@@ -17,9 +17,20 @@ import numpy as np
 from entropic_ctl.config import LoopConfig
 from entropic_ctl.errors import BadInputError
 from paper_repro import verdicts
-from paper_repro.claims import ARMS, BASELINE, claim
+from paper_repro.claims import ARMS, BASELINE, CLAIMS, claim
 
-__all__ = ["METRICS", "Measure", "Metric", "Progress", "ablation", "effects", "seeds", "stacked", "synergy"]
+__all__ = [
+    "METRICS",
+    "Measure",
+    "Metric",
+    "Progress",
+    "ablation",
+    "claims_by_metric",
+    "effects",
+    "seeds",
+    "stacked",
+    "synergy",
+]
 
 Measure = Callable[[str, LoopConfig, int], Mapping[str, float]]
 """(arm, loop, seed) -> measurements by column name; absent columns become NaN."""
@@ -56,6 +67,20 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("quality", "quality", "exp(-KL to dense) per token", "quality", higher_is_better=True),
 )
+
+
+def claims_by_metric() -> dict[str, np.ndarray]:
+    """Return the paper's claims under the names of our metrics (one claim may be answered by several).
+
+    Columns ``arm``, ``metric``, ``paper``, ``source`` (always "paper").
+    """
+    said = [(metric.name, item) for metric in METRICS for item in CLAIMS if item.metric == metric.claim]
+    return {
+        "arm": np.array([item.arm for _, item in said]),
+        "metric": np.array([name for name, _ in said]),
+        "paper": np.array([item.paper for _, item in said]),
+        "source": np.array(["paper"] * len(said)),
+    }
 
 
 def seeds(root: int, repeats: int) -> list[int]:

@@ -55,7 +55,7 @@ class Gain:
     log : bool
         Search in the logarithm.
     also : tuple of str
-        Further fields that get the same value.
+        Further fields that move with it, keeping their ratio to it in the starting loop (not the temperature gain).
     """
 
     field: str
@@ -114,6 +114,19 @@ def with_gains(loop: LoopConfig, values: dict[str, float]) -> LoopConfig:
     return dataclasses.replace(loop, **specs)
 
 
+def _moved(loop: LoopConfig, gains: Sequence[Gain], chosen: Sequence[float]) -> dict[str, float]:
+    """Return the fields of a trial: each gain's own, and those that keep their ratio to it."""
+    values = {}
+    for gain, value in zip(gains, chosen, strict=True):
+        values[gain.field] = value
+        present = _place(loop, gain.field)[2]
+        for field in gain.also:
+            if present <= 0:
+                raise BadInputError("no ratio to keep", where="tune", field=gain.field, value=present, allowed="> 0")
+            values[field] = value * (_place(loop, field)[2] / present)
+    return values
+
+
 def _latency(result: SimulationResult) -> float:
     requests = result.requests
     tokens = float(requests["output_tokens"].sum())
@@ -134,11 +147,9 @@ def _check_gains(gains: Sequence[Gain], gain_limit: float | None) -> None:
     if not gains:
         raise BadInputError("nothing to tune", where="tune", field="gains", allowed="at least one Gain")
     for gain in gains:
-        if (
-            GAIN_FIELD in (gain.field, *gain.also)
-            and gain_limit is not None
-            and not 0 < gain.low <= gain.high < gain_limit
-        ):
+        if GAIN_FIELD in gain.also:
+            raise BadInputError("a certified gain is tuned by itself", where="tune", field=GAIN_FIELD)
+        if gain.field == GAIN_FIELD and gain_limit is not None and not 0 < gain.low <= gain.high < gain_limit:
             raise BadInputError(
                 "range leaves the certified gains",
                 where="tune",
@@ -212,8 +223,7 @@ def tune(
         for done in range(1, trials):
             trial = study.ask()
             chosen = [trial.suggest_float(gain.field, gain.low, gain.high, log=gain.log) for gain in gains]
-            values = {f: v for gain, v in zip(gains, chosen, strict=True) for f in (gain.field, *gain.also)}
-            loop = with_gains(config.loop, values)
+            loop = with_gains(config.loop, _moved(config.loop, gains, chosen))
             cost = objective(run(loop), given)
             cost = cost if math.isfinite(cost) else math.inf
             study.tell(trial, cost if math.isfinite(cost) else 1e9)

@@ -59,6 +59,16 @@ def test_the_claims_table_is_labelled_and_complete() -> None:
 # -- intervals --------------------------------------------------------------------------------------------------------
 
 
+def test_every_metric_that_answers_a_claim_has_the_papers_number_to_draw() -> None:
+    table = experiments.claims_by_metric()
+    for metric in experiments.METRICS:
+        own = table["metric"] == metric.name
+        assert own.sum() == (len(claims.ARMS) if metric.claim else 0)
+        for arm, paper in zip(table["arm"][own], table["paper"][own], strict=True):
+            assert paper == claims.claim(arm, metric.claim).paper
+    assert set(table["source"]) == {"paper"}
+
+
 def test_paired_interval_by_hand() -> None:
     """d = (ln 2, ln 8): mean ln 4, s = ln 2 * sqrt 2, half width t(1; .975) ln 2 = 12.7062 ln 2."""
     got = paired([2.0, 8.0], [1.0, 1.0])

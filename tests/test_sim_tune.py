@@ -89,3 +89,21 @@ def test_with_gains_changes_only_what_it_names() -> None:
     assert loop.temperature.config.gain == 0.02
     assert loop.temperature.config.target_nats == 2.0
     assert loop.pruning == CONFIG.loop.pruning
+
+
+def test_fields_that_move_along_keep_their_ratio() -> None:
+    """Tuning the budget must not turn an entropy-driven one (wide above narrow) into a constant."""
+    budget = {"law": "budget", "theta_nats": 0.02, "theta_wide_nats": 0.03}
+    run = configs.from_mapping({**configs.resolve(CONFIG), "loop": {"pruning": budget}})
+    width = Gain("pruning.theta_nats", 0.004, 0.008, log=True, also=("pruning.theta_wide_nats",))
+    tried: list[LoopConfig] = []
+
+    def narrowest(result: SimulationResult, given: SimulationResult) -> float:
+        return 0.0 if result is given else -1.0
+
+    found = tune(run, [width], trials=2, objective=narrowest, bank=BANK, certify=tried.append)  # type: ignore[arg-type]
+    rule = found.loop.pruning.config
+    assert 0.004 <= rule.theta_nats <= 0.008
+    assert rule.theta_wide_nats == pytest.approx(1.5 * rule.theta_nats)
+    with pytest.raises(BadInputError, match="by itself"):
+        tune(CONFIG, [Gain("pruning.sink_pages", 1, 2, also=("temperature.gain",))], gain_limit=0.07, bank=BANK)
