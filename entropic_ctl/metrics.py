@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropic_ctl.clock import CostLedger, EntropicClock
+from entropic_ctl.collectors import Collector
 from entropic_ctl.columns import Columns
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.metrics_buffer import StepBuffer, TokenBuffer
@@ -55,7 +56,7 @@ _REQUEST: dict[str, npt.DTypeLike] = {
 }
 
 
-class Metrics:
+class Metrics(Collector):
     """Collector of one run.
 
     Parameters

@@ -80,9 +80,9 @@ def steps_table(raw: Mapping[str, npt.NDArray[Any]]) -> Table:
     """Return one row per iteration, or per ``steps`` merged iterations.
 
     Columns: step (first), steps, start_s, end_s, busy_s (seconds); rows, decode_rows, scheduled_tokens, output_tokens,
-    paused, preempted (sums over the merged iterations), live (largest); kv_bytes (bytes), flops; pages_held,
-    pages_read; kept_fraction and pruned_mass_mean (means over decode rows, NaN without any), pruned_mass_max,
-    certificate_max (nats).
+    paused, preempted (sums over the merged iterations), live (largest); kv_bytes (bytes), flops; pages_held, and of
+    them pages_read, as a pruned layer reads them; kept_fraction and pruned_mass_mean (means over decode rows, NaN
+    without any), pruned_mass_max, certificate_max (nats).
     """
     derived = ("kept_sum", "mass_sum", "mass_max")
     out: Table = {name: column for name, column in raw.items() if name not in derived}

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "Action",
     "Array",
     "Finish",
     "FinishReason",
@@ -32,15 +31,6 @@ Array = Any
 """An array of any array-API library (NumPy, torch)."""
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-
-
-class Action(enum.StrEnum):
-    """What a plan does with one live request in one iteration."""
-
-    RUN = "run"
-    PAUSE = "pause"  # pages kept, no token this step
-    PREEMPT = "preempt"  # pages freed, recomputed later
-    REJECT = "reject"  # can never be served; leaves at once
 
 
 class FinishReason(enum.StrEnum):
@@ -204,8 +194,9 @@ class StepResult:
         The token itself (-1 in the simulator, where tokens have no identity).
     temperature, model_entropy, tempered_entropy, varentropy : FloatArray, shape (M,)
     kept_fraction, pruned_mass_mean, pruned_mass_max, certificate_max : FloatArray, shape (R,)
-        Per plan row: share of KV pages read, and the certified upper bounds on softmax mass lost: mean over
-        (layer, head), maximum over them, and the largest ``-ln(1 - m)`` in nats. Dense rows: 1, 0, 0, 0.
+        Per plan row: share of (KV head, page) pairs read in the pruned layers (layers that are never pruned are left
+        out), and the certified upper bounds on softmax mass lost there: mean over (layer, head), maximum over them,
+        and the largest ``-ln(1 - m)`` in nats. Dense rows: 1, 0, 0, 0.
     kv_bytes, flops : float
         KV-cache bytes read (page metadata and scoring reads included) and floating-point operations.
     finished : tuple of Finish
