@@ -99,6 +99,7 @@ def paged_attention(
         )
     scoring = Scoring(cache.head_dim**-0.5 if scaling is None else float(scaling), softcap)
     cache.write(layer, key[0], value[0], paged.page, paged.offset)
+    paged.layer_calls += 1
     out = torch.empty(query.shape[2], query.shape[1], query.shape[3], dtype=query.dtype, device=query.device)
     prunes = layer >= paged.pruning.dense_layers and sliding_window is None
     for row in paged.rows:
