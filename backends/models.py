@@ -176,9 +176,17 @@ def wrap(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedModel:
 
 def _refuse_unpageable(model: Any, name: str) -> None:
     """Raise unless every layer is attention over all, or a window, of the past, through transformers' interface."""
-    kinds = set(getattr(model.config, "layer_types", None) or ()) - _PAGEABLE
+    try:
+        kinds = set(getattr(model.config, "layer_types", None) or ()) - _PAGEABLE
+        uniform = [
+            getattr(model.config, key, None) for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
+        ]
+    except RuntimeError:  # transformers' answer where a size has no one value
+        kinds, uniform = set(), []
     problem = None
-    if kinds:
+    if not uniform:
+        problem = "its layers differ in size, and the paged cache is one block"
+    elif kinds:
         problem = f"layers of a kind the paged cache does not hold: {', '.join(sorted(kinds))}"
     elif getattr(model, "_is_stateful", False):
         problem = "layers with a recurrent state, which the paged cache does not hold"

@@ -92,6 +92,20 @@ def test_a_recurrent_decoder_is_refused_whatever_its_config_says() -> None:
         engine_of(network)
 
 
+def test_layers_of_unlike_sizes_are_refused() -> None:
+    """As Gemma 4's: transformers then refuses to name one head size."""
+
+    class Ambiguous(transformers.LlamaConfig):
+        @property
+        def head_dim(self) -> int:
+            raise RuntimeError("'head_dim' is a per-layer attribute")
+
+    network = tiny_llama()
+    network.config.__class__ = Ambiguous
+    with pytest.raises(BadInputError, match="differ in size"):
+        models.wrap(network, None)
+
+
 def test_a_layer_that_bypasses_the_paged_attention_is_an_error() -> None:
     network = tiny_llama()
     network.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)

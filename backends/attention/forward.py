@@ -84,7 +84,8 @@ def paged_attention(
             "the paged attention was called without its batch",
             where=NAME,
             field="paged",
-            remedy="call the model with paged=PagedBatch.from_plan(...) and use_cache=False",
+            remedy="call the model with paged=PagedBatch.from_plan(...) and use_cache=False; a decoder that "
+            "was, and does not pass the batch on to its attention, is not supported",
         )
     _refuse(attention_mask, dropout, kwargs)
     layer, cache = int(module.layer_idx), paged.cache
