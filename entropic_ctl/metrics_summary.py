@@ -43,7 +43,8 @@ def requests_table(raw: Mapping[str, npt.NDArray[Any]], clock: EntropicClock, ta
     -----
     Columns: id, status (``live`` or the finish reason), prompt_tokens, max_new_tokens, output_tokens, preemptions,
     longest_wait_steps, longest_wait_s (without service, from admission on: what the waiting bound is about),
-    admission_wait_s (before, in the queue for a slot), arrival_s, left_s, ttft_s, e2e_s, tpot_s, gap_sum_s, gap_max_s (seconds);
+    admission_wait_s (before, in the queue for a slot), arrival_s, left_s, ttft_s, e2e_s, tpot_s, gap_sum_s, gap_max_s
+    (seconds);
     tau_nats, tau_filtered_nats, model_entropy_mean, tempered_entropy_mean (nats), tempered_variance (about the
     request's own mean, 1 / (n - 1)) and tempered_target_ms (mean square about H*), in nats squared.
     """

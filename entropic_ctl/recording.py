@@ -22,7 +22,8 @@ FORMAT = 1
 """Version of the log format."""
 
 _PLAN = (
-    "ids", "slots", "context", "n_tokens", "samples", "greedy", "theta_nats", "n_draft", "paused", "preempted", "admitted"
+    "ids", "slots", "context", "n_tokens", "samples", "greedy", "theta_nats", "n_draft",
+    "paused", "preempted", "admitted",
 )  # fmt: skip
 _TEMPERED = ("temperature", "model_entropy", "tempered_entropy", "varentropy", "valid")
 
