@@ -152,13 +152,20 @@ class Engine:
         heapq.heappush(self._waiting, (job.request.arrival_s, number))
         return number
 
-    def cancel(self, request_id: int) -> bool:
-        """End a request now, free its pages, and return whether it was there."""
+    def cancel(self, request_id: int, *, on_text: OnText | None = None) -> bool:
+        """End a request now, free its pages, and return whether it was there.
+
+        Parameters
+        ----------
+        request_id : int
+        on_text : callable(id, text), optional
+            Called with the text that was held back, which cancelling makes certain.
+        """
         if request_id not in self._jobs:
             return False
         if self.loop.cancel(request_id) and self.metrics is not None:
             self.metrics.cancelled(request_id, self.now())
-        self._leave(Finish(request_id, FinishReason.CANCELLED), None)
+        self._leave(Finish(request_id, FinishReason.CANCELLED), on_text)
         return True
 
     # -- running ----------------------------------------------------------------------------------------------------
@@ -286,8 +293,13 @@ class Engine:
             logits_to_keep=batch.last_index,
             paged=batch,
         ).logits
-        if batch.kv_bytes == 0:
+        if batch.layer_calls == 0:
             raise EntropicError("the model's attention was switched away from the paged one while an engine used it")
+        if batch.layer_calls != self.model.shape.layers:
+            raise EntropicError(
+                f"{batch.layer_calls} of {self.model.shape.layers} layers of the model used the paged cache: its "
+                "outputs would be wrong"
+            )
         return out[0].float()
 
     def _dense_logits(self, plan: StepPlan, inputs: Tensor) -> Tensor | None:

@@ -22,6 +22,7 @@ from entropic_ctl.errors import BadInputError
 __all__ = ["DEFAULT", "LoadedModel", "Shape", "fetch", "load", "quiet", "read_gguf", "wrap"]
 
 _DTYPES = ("bfloat16", "float16", "float32")
+_PAGEABLE = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,15 @@ def load(path: str | Path = DEFAULT, dtype: str = "bfloat16", device: str = "cpu
 
 
 def wrap(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedModel:
-    """Describe a transformers decoder that is already in memory."""
+    """Describe a transformers decoder that is already in memory.
+
+    Raises
+    ------
+    BadInputError
+        If some layer of it cannot run on the paged cache (it would decode, and be wrong).
+    """
     config = model.config
+    _refuse_unpageable(model, name)
     heads = int(config.num_attention_heads)
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
@@ -153,7 +161,7 @@ def wrap(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedModel:
         name=name,
         eos_ids=_eos_ids(model, tokenizer),
         vocab_size=int(head.shape[0]),
-        max_context=int(getattr(config, "max_position_embeddings", 2**31 - 1) or 2**31 - 1),
+        max_context=_max_context(config),
         shape=Shape(
             layers=int(config.num_hidden_layers),
             heads=heads,
@@ -164,6 +172,51 @@ def wrap(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedModel:
             body_parameters=parameters - ends,
         ),
     )
+
+
+def _refuse_unpageable(model: Any, name: str) -> None:
+    """Raise unless every layer is attention over all, or a window, of the past, through transformers' interface."""
+    try:
+        kinds = set(getattr(model.config, "layer_types", None) or ()) - _PAGEABLE
+        uniform = [
+            getattr(model.config, key, None) for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
+        ]
+    except RuntimeError:  # transformers' answer where a size has no one value
+        kinds, uniform = set(), []
+    problem = None
+    if not uniform:
+        problem = "its layers differ in size, and the paged cache is one block"
+    elif kinds:
+        problem = f"layers of a kind the paged cache does not hold: {', '.join(sorted(kinds))}"
+    elif getattr(model, "_is_stateful", False):
+        problem = "layers with a recurrent state, which the paged cache does not hold"
+    elif not getattr(model, "_supports_attention_backend", False):
+        problem = "its attention is not called through transformers' attention interface"
+    if problem is not None:
+        raise BadInputError(
+            f"unsupported decoder: {problem}",
+            where=name,
+            field="architecture",
+            value=type(model).__name__,
+            allowed="decoders of full or sliding-window attention",
+            remedy="use a Llama, Qwen, Mistral, Gemma, Phi or similar model",
+        )
+
+
+def _max_context(config: Any) -> int:
+    """Return the longest context at which a token's rotary angles depend on nothing but its position.
+
+    Past ``original_max_position_embeddings`` the ``longrope`` frequencies switch for the whole packed batch, whatever
+    the lengths of its other rows.
+    """
+    limit = int(getattr(config, "max_position_embeddings", 0) or 2**31 - 1)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "longrope" in (rope.get("rope_type"), rope.get("type")):
+        original = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        limit = min(limit, int(original or limit))
+    return limit
 
 
 def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:

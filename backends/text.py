@@ -1,7 +1,8 @@
 """Turn tokens into text as they come: no broken characters, no half stop string shown.
 
 Two rules, both exact: what has been emitted is always a prefix of the final text, and all deltas together equal the
-decoding of all tokens (cut before the first stop string, if one appears).
+decoding of all tokens (cut before the first stop string, if one appears). One exception to the second: a byte-fallback
+decoder turns a whole run of byte tokens into U+FFFD if any of it is broken; characters that are out then stay out.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Detokenizer:
         text = self._decode(self._window)
         if text.endswith(_BROKEN):
             return ""
-        delta = text[len(self._decode(self._window[: self._shown])) :]
+        delta = self._fresh(text)
         if delta:
             del self._window[: self._shown]
             self._shown = len(self._window)
@@ -45,9 +46,14 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return what is still held back; an incomplete character comes out as U+FFFD."""
-        delta = self._decode(self._window)[len(self._decode(self._window[: self._shown])) :]
+        delta = self._fresh(self._decode(self._window))
         self._shown = len(self._window)
         return delta
+
+    def _fresh(self, text: str) -> str:
+        """Return the part of the window's text that is not out yet."""
+        out = self._decode(self._window[: self._shown])
+        return text[len(out) :] if text.startswith(out) else self._decode(self._window[self._shown :])
 
 
 class StopStrings:

@@ -115,6 +115,9 @@ class StepPlan:
         Page ids by slot; valid until the next ``plan``. Row ``slot`` holds ``ceil((context + n_tokens) / page)`` pages.
     allocated : int32 array, shape (K, 3)
         (slot, index in table, page id) of pages newly put in a table by this plan, shared prefix pages included.
+    admitted : IntArray
+        Ids that got a slot just before this plan. From here on the waiting bound holds for them; the time before, in
+        the queue for a slot, depends on the load and has no bound.
     """
 
     step: int
@@ -132,6 +135,7 @@ class StepPlan:
     rejected: tuple[Finish, ...]
     block_table: npt.NDArray[np.int32]
     allocated: npt.NDArray[np.int32]
+    admitted: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
 
     @property
     def n_rows(self) -> int:

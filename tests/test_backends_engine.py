@@ -334,6 +334,17 @@ def test_cancel_frees_pages_before_and_after_arrival(endless: models.LoadedModel
     assert nothing_left(engine)
 
 
+def test_cancelling_releases_the_text_held_back_for_a_stop_string(model: models.LoadedModel) -> None:
+    engine, pieces = start(model), []
+    engine.force = spell(b"The quick brown")
+    number = engine.submit("x", SamplingParams(max_new_tokens=50, greedy=True, stop=("own fox",)))
+    for _ in range(15):
+        engine.step(on_text=lambda i, text: pieces.append(text))
+    assert "".join(pieces) == "The quick br"
+    assert engine.cancel(number, on_text=lambda i, text: pieces.append(text))
+    assert "".join(pieces) == engine.outputs[number].text == "The quick brown"
+
+
 # -- time, cost, audits ---------------------------------------------------------------------------------------------
 
 

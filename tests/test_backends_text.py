@@ -100,6 +100,31 @@ def test_tokenizers_that_drop_a_leading_space(tokens: list[int]) -> None:
     assert "".join(map(detokenizer.push, tokens)) + detokenizer.flush() == leading_space_dropped(tokens)
 
 
+def byte_fallback(ids: Sequence[int]) -> str:
+    """Like Llama 2's tokenizer: a run of byte tokens is decoded as a whole, each byte U+FFFD if the run is broken."""
+    try:
+        return bytes(ids).decode()
+    except UnicodeDecodeError:
+        return "\ufffd" * len(ids)
+
+
+@given(st.lists(st.sampled_from([*"a\u00e9\U0001f999".encode(), 0xFF]), max_size=12))
+@example([0xC3, 0xA9, 0xFF, 0x61])
+def test_broken_bytes_take_back_no_character_that_is_out(tokens: list[int]) -> None:
+    detokenizer, whole = Detokenizer(byte_fallback), byte_fallback(tokens)
+    shown = "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
+    if "\ufffd" not in whole:
+        assert shown == whole
+    left = iter(tokens)
+    assert all(byte in left for byte in shown.replace("\ufffd", "").encode())  # a subsequence: nothing is made up
+
+
+def test_a_broken_byte_behind_a_whole_character_adds_one_mark() -> None:
+    detokenizer = Detokenizer(byte_fallback)
+    assert [detokenizer.push(t) for t in (0xC3, 0xA9, 0xFF)] == ["", "\u00e9", ""]
+    assert detokenizer.flush() == "\ufffd"
+
+
 @given(
     st.lists(st.text("ab", max_size=3), max_size=12),
     st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),

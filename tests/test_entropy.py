@@ -112,6 +112,8 @@ def test_e12_forbidden_tokens_and_gradients() -> None:
     """E12: -inf and the largest float16 logits; the gradient is finite and is -p (ln p + H)."""
     assert float(entropy_varentropy(np.array([0.0, 0.0, -np.inf]))[0]) == pytest.approx(0.693147, abs=1e-6)
     assert float(entropy_varentropy(np.array([65504.0, -65504.0], np.float16))[0]) == 0.0
+    assert float(entropy_varentropy(torch.tensor([0.0, 0.0, -math.inf]))[0]) == pytest.approx(0.693147, abs=1e-6)
+    assert float(entropy_varentropy(torch.tensor([65504.0, -65504.0], dtype=torch.float16))[0]) == 0.0
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for values in ([0.0, 0.0, -math.inf], [65504.0, -65504.0], [1.5, -0.5, 0.25, -math.inf]):
             z = torch.tensor(values, dtype=dtype, requires_grad=True)

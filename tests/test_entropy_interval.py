@@ -55,10 +55,15 @@ def test_e1_tail_bounds(n: int, p: tuple[float, ...], lower: float, upper: float
 
 def test_e2_whole_distribution_and_rounded_logprobs() -> None:
     """E2: k = n, exact and rounded to two digits with a mass above 1."""
-    found = interval_from_probabilities(np.array([0.5, 0.3, 0.2]), 3)
-    assert found.feasible
-    assert found.upper - found.lower <= 1e-6
-    assert holds(found, 1.0296530140645737)
+    p = np.array([0.5, 0.3, 0.2])
+    for found in (
+        interval_from_probabilities(p, 3),
+        interval_from_logprobs(np.log(p), 3),
+        interval_from_logits(np.log(p), 3),
+    ):
+        assert found.feasible
+        assert found.upper - found.lower <= 1e-6
+        assert holds(found, 1.0296530140645737)
     found = interval_from_probabilities(np.array([0.5, 0.3, 0.2], np.float32), 3)
     assert found.feasible
     assert holds(found, 1.0296530140645737)

@@ -84,8 +84,10 @@ def test_one_request_has_an_exact_timeline() -> None:
     assert result.requests["status"].tolist() == ["length"]
 
 
-def test_s1_preemption_redoes_work_and_keeps_the_books() -> None:
+def test_s1_preemption_redoes_work_and_keeps_the_books(monkeypatch: pytest.MonkeyPatch) -> None:
     """S1: 4 pages of 4 tokens, two requests of prompt 4 and output 8."""
+    loops = []
+    monkeypatch.setattr("sim.replica.Loop", lambda *args, **kwargs: loops.append(Loop(*args, **kwargs)) or loops[0])
     result = run(setup(page_tokens=4, pages=4), jobs([4, 4], [8, 8]), keep_tokens=True)
     check_conservation(result, 4)
     assert result.summary["preemptions"] >= 1
@@ -96,7 +98,9 @@ def test_s1_preemption_redoes_work_and_keeps_the_books() -> None:
         times = result.tokens["time_s"][result.tokens["id"] == request]
         assert len(np.diff(times)) == 7
         np.testing.assert_allclose(np.diff(times).sum(), result.requests["gap_sum_s"][request])
-    # work: every scheduled token takes one second here, and the last plan leaves the pool empty
+    assert loops[0].batcher.pages.pool.used == 0
+    assert not loops[0].policy.active.any()
+    # work: every scheduled token takes one second here
     assert result.summary["makespan_s"] == result.summary["scheduled_tokens"] > 2 * (4 + 7)
 
 
@@ -196,7 +200,7 @@ def test_s13_the_worst_priority_starts_within_the_waiting_bound() -> None:
 
 
 def test_s14_a_third_request_does_not_thrash() -> None:
-    """S14: S1 and a third request of equal priority."""
+    """S14: S1 and a third request of equal priority (held back at first: `test_batching`)."""
     for batch in (1, 2, 3):
         result = run(setup(page_tokens=4, pages=4, max_batch=batch), jobs([4] * 3, [8] * 3))
         check_conservation(result, 4)
@@ -254,7 +258,10 @@ def test_s9_arrivals_out_of_order_in_the_file_are_served_in_stable_order(tmp_pat
 def test_s9_ten_steps_of_a_tenth_end_at_one_second_exactly() -> None:
     result = run(setup(), jobs([1], [10]), LinearCost(0.1, 0.0))
     assert result.steps["end_s"][-1] == 1.0
-    assert sum([0.1] * 10) != 1.0
+    naive = 0.0
+    for _ in range(10):  # not sum(): it is compensated from Python 3.12 on
+        naive += 0.1
+    assert naive != 1.0
 
 
 @settings(max_examples=15)
@@ -377,8 +384,8 @@ def test_pruned_steps_carry_the_recorded_response() -> None:
     assert result.steps["kept_fraction"].tolist()[1:] == [pytest.approx(0.4)]
     assert result.steps["certificate_max"].tolist() == [0.0, pytest.approx(0.1)]
     assert result.steps["pruned_mass_mean"][1] == pytest.approx(0.6 * (1 - np.exp(-0.1)))
-    dense = 1024 * 23_040
-    assert result.steps["kv_bytes"].tolist() == [0.0, pytest.approx(dense * (2 + 28 * (0.25 + 0.09375 + 0.4)) / 30)]
+    dense, shadow = 1024 * 23_040, 0.25 + 1.5 / 16  # codes; step, minimum and error of a page of 16
+    assert result.steps["kv_bytes"].tolist() == [0.0, pytest.approx(dense * (2 + 28 * (shadow + 0.4)) / 30)]
     assert result.summary["kl_nats_mean"] == pytest.approx(0.37 * 0.01)
     assert result.tokens is not None
     start = BANK.offset[1]  # prompt 0 at T = 0.8; the entropy of the pruned token is shifted by 0.1 theta

@@ -88,6 +88,12 @@ class PagedBatch:
         Leading tokens that sliding-window layers see besides their window.
     audit, want_output_error : bool
         Also record the true pruned masses (slow; tests and audits); also bound the output error.
+    audits : list of LayerAudit
+        What ``audit`` recorded.
+    kv_bytes : float
+        KV-cache bytes read so far.
+    layer_calls : int
+        Attention layers that ran on the batch so far.
     """
 
     cache: PagedKVCache
@@ -102,6 +108,7 @@ class PagedBatch:
     want_output_error: bool = False
     audits: list[LayerAudit] = field(default_factory=list)
     kv_bytes: float = 0.0
+    layer_calls: int = 0
 
     def __post_init__(self) -> None:
         n = len(self.rows)

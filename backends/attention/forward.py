@@ -84,7 +84,8 @@ def paged_attention(
             "the paged attention was called without its batch",
             where=NAME,
             field="paged",
-            remedy="call the model with paged=PagedBatch.from_plan(...) and use_cache=False",
+            remedy="call the model with paged=PagedBatch.from_plan(...) and use_cache=False; a decoder that "
+            "was, and does not pass the batch on to its attention, is not supported",
         )
     _refuse(attention_mask, dropout, kwargs)
     layer, cache = int(module.layer_idx), paged.cache
@@ -99,6 +100,7 @@ def paged_attention(
         )
     scoring = Scoring(cache.head_dim**-0.5 if scaling is None else float(scaling), softcap)
     cache.write(layer, key[0], value[0], paged.page, paged.offset)
+    paged.layer_calls += 1
     out = torch.empty(query.shape[2], query.shape[1], query.shape[3], dtype=query.dtype, device=query.device)
     prunes = layer >= paged.pruning.dense_layers and sliding_window is None
     for row in paged.rows:
