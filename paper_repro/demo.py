@@ -13,7 +13,7 @@ import numpy as np
 from backends import fetch, models
 from entropic_ctl import replay
 from entropic_ctl.config import LoopConfig, RunConfig
-from paper_repro import experiments, setup
+from paper_repro import controls, experiments, setup
 from paper_repro.arms import arms, with_loop
 from paper_repro.claims import ARMS, BASELINE
 from paper_repro.experiments import Progress
@@ -129,7 +129,7 @@ def run(
     (work / "certificate.json").write_text(json.dumps(study.certificate, indent=2) + "\n", encoding="utf-8")
     simulated = experiments.ablation(
         {"simulation": Simulation(config, recorded, bank)},
-        table,
+        {**table, **controls.entropy_blind(table["scheduling only"])},
         {"simulation": size.sim_repeats},
         seed,
         span(progress, 0.22, 0.35),
@@ -144,6 +144,7 @@ def run(
         span(progress, 0.35, 0.9),
     )
     study.compare(experiments.stacked(simulated, real))
+    study.notes += controls.blind_sentences(study.runs)
     say("replay the engine's log", 0.9)
     verify_replay(study, logs)
     say("draw", 0.94)

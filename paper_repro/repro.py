@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from paper_repro import demo, experiments, setup
+from paper_repro import controls, demo, experiments, setup
 from paper_repro.arms import arms, with_loop
 from paper_repro.claims import ARMS, BASELINE
 from paper_repro.experiments import Progress
@@ -69,7 +69,7 @@ def run(
     study.certificate_text = f"Gain certificate: {verdict.status} ({verdict.theorem}). {verdict.reason}."
     simulated = experiments.ablation(
         {"simulation": Simulation(config, recorded, bank)},
-        table,
+        {**table, **controls.entropy_blind(table["scheduling only"])},
         {"simulation": size.sim_repeats},
         seed,
         span(progress, 0.05, 0.15),
@@ -80,6 +80,7 @@ def run(
         {"engine": engine}, table, {"engine": size.engine_repeats}, seed, span(progress, 0.15, 0.92)
     )
     study.compare(experiments.stacked(simulated, real))
+    study.notes += controls.blind_sentences(study.runs)
     say("replay the engine's logs", 0.92)
     demo.verify_replay(study, logs)
     say("draw", 0.95)

@@ -51,13 +51,14 @@ def test_demo_writes_tables_figures_and_report(shown: tuple[Path, Any, list[floa
     assert stamp["seed"] == 3
     assert stamp["engine_config"]["engine"]["audit_every"] == 4  # the engine rows ran under their own limits
     counts = {w: int((runs["world"] == w).sum()) for w in ("simulation", "engine")}
-    assert counts == {"simulation": len(ARMS) * 2, "engine": 2 * 2}
+    assert counts == {"simulation": (len(ARMS) + 1) * 2, "engine": 2 * 2}  # and the control
     for name in ("ablation", "generation", "phase", "pruning_cost"):
         assert (work / f"{name}.png").stat().st_size > 10_000
     page = (work / "report.html").read_text(encoding="utf-8")
     assert page.count("data:image/png;base64,") == 4
     assert "What got worse" in page
     assert "How to reproduce" in page
+    assert "Control, simulation" in page
     assert shares == sorted(shares)
     json.dumps(outcome.numbers, allow_nan=False)
 
