@@ -1,4 +1,4 @@
-"""Controls: is a gain due to entropy, or to what else the law does? *(ours)*
+"""Controls *(ours)*: whether a gain is due to entropy, or to what else the law does.
 
 ``entropy-blind scheduling`` is the policy of ``scheduling only`` with E[dH] the same for every request: only its cost
 terms (compute, memory, latency) still order the queue. If it does as well, entropy had no part in the gain.
@@ -34,7 +34,7 @@ def entropy_blind(scheduling_only: LoopConfig) -> dict[str, LoopConfig]:
 
 
 def blind_sentences(runs: Mapping[str, np.ndarray]) -> list[str]:
-    """Return what the control says about the latency of ``scheduling only`` in simulation; nothing without such runs."""
+    """Return what the control says about the simulated latency of ``scheduling only``; nothing without such runs."""
 
     def latency(arm: str) -> np.ndarray:
         pick = (runs["world"] == "simulation") & (runs["arm"] == arm)
@@ -53,7 +53,8 @@ def blind_sentences(runs: Mapping[str, np.ndarray]) -> list[str]:
         what = "reading entropy makes it worse"
     else:
         what = "no part of the gain is resolved to be due to entropy; the cost terms account for it"
-    return [
+    said = (
         f"Control, simulation: the scheduler with the same expected entropy reduction for every request has latency "
         f"{shown[0]} of the baseline's, and reading entropy changes that by a factor {shown[1]}: {what}."
-    ]
+    )
+    return [said]
