@@ -165,7 +165,7 @@ def select(
         share = np.where(np.isnan(share), np.inf, share)
         rank = np.where(fixed, np.inf, share.reshape(n_kv_heads, group, pages).mean(axis=1))
         families, heads = n_kv_heads, group  # the query heads of a group decide together
-    order = np.argsort(rank, axis=1, kind="stable")
+    order = np.lexsort((rank, np.broadcast_to(fixed, rank.shape)), axis=1)  # protected last, behind unknown ones too
     position = np.repeat(order, heads, axis=0)
     sorted_up = np.take_along_axis(weight_up, position, axis=1)
     sorted_lo = np.take_along_axis(weight_lo, position, axis=1)
