@@ -133,16 +133,19 @@ def test_e6_greedy_and_sampled_rows_in_one_batch_of_the_engine(endless: models.L
     for result in engine.results:
         for column in (result.temperature, result.tempered_entropy, result.model_entropy, result.varentropy):
             assert np.isfinite(column).all()
+        assert (result.temperature[0], result.tempered_entropy[0], result.varentropy[0]) == (0.0, 0.0, 0.0)
         assert result.tempered_entropy[1:] == pytest.approx(math.log(3))
 
 
+@pytest.mark.parametrize("best", [0, 2])
 @pytest.mark.parametrize("T", [1e-3, 1e-4, 1e-5, 1e-6, 1e-12, 1e-310, 0.0])
-def test_e8_tiny_temperatures_in_the_engine(endless: models.LoadedModel, T: float) -> None:
+def test_e8_tiny_temperatures_in_the_engine(endless: models.LoadedModel, T: float, best: int) -> None:
+    """Also with the best token last, where an overflow at the second best would be drawn first."""
     law = {"law": "fixed", "temperature": T} | ({"t_min": T} if T else {})
     engine = start(endless, loop={"temperature": law})
-    engine.force = always([11.0625, 2.875, -1.9463])
+    engine.force = always([11.0625, 2.875, -1.9463][:: 1 - best])
     engine.submit(prompt(3), SamplingParams(max_new_tokens=20, seed=4))
-    assert engine.run()[0].token_ids == [0] * 20
+    assert engine.run()[0].token_ids == [best] * 20
     _, tempered, model = trajectory(engine, 0).T
     np.testing.assert_allclose(tempered, 0.0, atol=1e-6)  # probability 1 to 1e-6 has an entropy below 2e-5
     assert np.isfinite(model).all()
@@ -249,8 +252,9 @@ def attend_last(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, page: int, th
 def test_a7_very_negative_scores_in_the_registered_attention(theta: float) -> None:
     """Dense in one go; with a budget the two tokens lie on two pages whose partial states are merged."""
     q, k, v = (torch.zeros(1, 2, 8) for _ in range(3))
-    q[..., 0], k[0, :, 0], v[0, :, :2] = 1.0, torch.tensor([-100000.0, -100001.0]), torch.eye(2)
-    out, _ = attend_last(q, k, v, 1, theta)
+    q[..., 0], k[0, :, 0], v[0, :, :2] = 2.0, torch.tensor([-50000.0, -50000.5]), torch.eye(2)
+    out, audits = attend_last(q, k, v, 1, theta)
+    assert len(audits) == (theta > 0)
     torch.testing.assert_close(out[0, :2], torch.tensor([0.731059, 0.268941]), atol=1e-5, rtol=0)
 
 
