@@ -170,9 +170,19 @@ class Roofline:
     page_tokens : int
     dense_layers : int
         Leading layers that are never pruned; more than the model has means all.
+    protected_pages : int
+        Pages that are always read: a row that has no others costs what a dense one costs.
     """
 
-    def __init__(self, device: DeviceSpec, model: ModelShape, page_tokens: int = 16, dense_layers: int = 2) -> None:
+    def __init__(
+        self,
+        device: DeviceSpec,
+        model: ModelShape,
+        page_tokens: int = 16,
+        dense_layers: int = 2,
+        protected_pages: int = 0,
+    ) -> None:
+        self._protected_tokens = protected_pages * page_tokens
         self.device, self.model = device, model
         dense = min(dense_layers, model.layers)
         self._dense_share, self._pruned_share = dense / model.layers, 1 - dense / model.layers
@@ -192,10 +202,10 @@ class Roofline:
 
     def _decode(self, context: IntArray, theta: FloatArray, kept: FloatArray) -> tuple[float, float]:
         """Return FLOPs and KV bytes of the attention of decode rows."""
-        if not theta.any():
+        pruned = (theta > 0) & (context >= self._protected_tokens)
+        if not pruned.any():
             total = float(context.sum())
             return self._attention_flops * (total + context.shape[0]), self._kv * total
-        pruned = theta > 0
         read = np.where(pruned, self._dense_share + self._pruned_share * (self._score_bytes + kept), 1.0)
         done = np.where(pruned, self._dense_share + self._pruned_share * (0.5 + kept), 1.0)
         return self._attention_flops * float(np.dot(context + 1, done)), self._kv * float(np.dot(context, read))
@@ -240,13 +250,13 @@ class Roofline:
             seconds += self._time(part_flops / self._attention_s, part_bytes / self._bytes_s)
             flops, kv_bytes = flops + part_flops, kv_bytes + part_bytes
         if self.device.pruning_step_s or self.device.pruning_token_s:
-            pruned = samples & (n_tokens == 1) & (theta > 0)
+            pruned = samples & (n_tokens == 1) & (theta > 0) & (context >= self._protected_tokens)
             if pruned.any():
                 seconds += self.device.pruning_step_s + self.device.pruning_token_s * float(context[pruned].sum())
         return StepCost(seconds, flops, kv_bytes)
 
 
-def preset(name: str, page_tokens: int = 16, dense_layers: int = 2) -> Roofline:
+def preset(name: str, page_tokens: int = 16, dense_layers: int = 2, protected_pages: int = 0) -> Roofline:
     """Return the cost model called ``name``.
 
     Parameters
@@ -257,6 +267,8 @@ def preset(name: str, page_tokens: int = 16, dense_layers: int = 2) -> Roofline:
         Page size of the KV pool.
     dense_layers : int
         Leading layers that are never pruned.
+    protected_pages : int
+        Pages that are always read: a row that has no others is not pruned.
 
     Raises
     ------
@@ -268,7 +280,7 @@ def preset(name: str, page_tokens: int = 16, dense_layers: int = 2) -> Roofline:
             "no such cost preset", where="cost", field="cost.preset", value=name, allowed=", ".join(sorted(PRESETS))
         )
     device, model = PRESETS[name]
-    return Roofline(DEVICES[device], MODELS[model], page_tokens, dense_layers)
+    return Roofline(DEVICES[device], MODELS[model], page_tokens, dense_layers, protected_pages)
 
 
 def kv_pages(device: DeviceSpec, model: ModelShape, page_tokens: int = 16, memory_share: float = 0.9) -> int:

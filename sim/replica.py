@@ -218,7 +218,9 @@ def simulate(
     page = config.engine.page_tokens
     trajectories.response.require_rule(config.loop.pruning, page)
     if cost is None:
-        cost = costs.preset(config.cost.preset, page, config.loop.pruning.config.dense_layers)
+        pruning = config.loop.pruning.config
+        protected = pruning.sink_pages + pruning.recent_pages
+        cost = costs.preset(config.cost.preset, page, pruning.dense_layers, protected)
     loop = Loop(config.loop, config.engine, int(bank.meta["vocab_size"]), verdict=verdict, uncertified=uncertified)
     metrics = Metrics(page, keep_tokens=keep_tokens, target_nats=getattr(law, "target_nats", None))
     env = simpy.Environment()

@@ -61,6 +61,13 @@ def test_a_slow_pruning_implementation_is_charged_per_step_and_token() -> None:
         assert (charged.flops, charged.kv_bytes) == (base.flops, base.kv_bytes)
 
 
+def test_a_row_of_protected_pages_only_costs_what_a_dense_one_costs() -> None:
+    slow = dataclasses.replace(UNIT, pruning_step_s=3.0)
+    model = Roofline(slow, TINY, 16, dense_layers=1, protected_pages=5)
+    assert run(model, [(79, 1, True)], theta=0.02, kept=0.9) == run(model, [(79, 1, True)])
+    assert run(model, [(80, 1, True)], theta=0.02, kept=0.9).seconds > run(model, [(80, 1, True)]).seconds + 2.9
+
+
 def test_prefill_is_never_pruned() -> None:
     model = Roofline(UNIT, TINY)
     assert run(model, [(400, 7, True)], theta=0.1, kept=0.1) == run(model, [(400, 7, True)])
