@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
 demo: $(STAMP)

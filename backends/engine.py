@@ -274,7 +274,7 @@ class Engine:
             pruned_mass_max=np.asarray(statistics.pruned_mass_max, np.float64),
             certificate_max=np.asarray(statistics.certificate_max, np.float64),
             kv_bytes=float(statistics.kv_bytes),
-            flops=step_flops(self.model, plan, kept, self._pruning.dense_layers),
+            flops=step_flops(self.model, plan, kept, statistics.pruned_layers),
             finished=tuple(finished),
         )
 

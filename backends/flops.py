@@ -5,31 +5,31 @@ from __future__ import annotations
 import numpy as np
 
 from backends.models import LoadedModel
-from entropic_ctl.signals import FloatArray, StepPlan
+from entropic_ctl.signals import FloatArray, IntArray, StepPlan
 
 __all__ = ["step_flops"]
 
 
-def step_flops(model: LoadedModel, plan: StepPlan, kept_fraction: FloatArray, dense_layers: int) -> float:
+def step_flops(model: LoadedModel, plan: StepPlan, kept_fraction: FloatArray, pruned_layers: IntArray) -> float:
     """Return twice the multiply-adds: weights per token, output head per sampling row, attention per pair.
 
-    2 P N + 2 d n M + 4 H D sum over rows and layers of attended (query, key) pairs *(ours)*. All experts of a
-    mixture count as run.
+    2 P N + 2 d n M + 4 H D sum over rows and layers of attended (query, key) pairs *(ours)*. A pruned layer scores all
+    keys from the shadow (q.k without the values: half of dense attention) and then attends to what it kept. All experts
+    of a mixture count as run.
 
     Parameters
     ----------
     model : LoadedModel
     plan : StepPlan
     kept_fraction : float64, shape (R,)
-        Share of pages read in the pruned layers; 1 for dense rows.
-    dense_layers : int
-        Leading layers that are never pruned.
+        Share of pages read in the pruned layers.
+    pruned_layers : int64, shape (R,)
+        Layers that were pruned; 0 for dense rows.
     """
     shape = model.shape
     n, context = plan.n_tokens.astype(np.float64), plan.context.astype(np.float64)
     pairs = n * context + n * (n + 1) / 2
-    dense = min(dense_layers, shape.layers)
-    layers = dense + (shape.layers - dense) * kept_fraction
+    layers = shape.layers - pruned_layers + pruned_layers * (0.5 + kept_fraction)
     body = 2.0 * shape.body_parameters * n.sum()
     head = 2.0 * shape.hidden * model.vocab_size * np.count_nonzero(plan.samples)
     return float(body + head + 4.0 * shape.heads * shape.head_dim * (layers * pairs).sum())

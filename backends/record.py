@@ -116,6 +116,8 @@ def record(
             "kinds": list(kinds),
             "page_tokens": page_tokens,
             "dense_layers": rule.dense_layers,
+            "sink_pages": rule.sink_pages,
+            "recent_pages": rule.recent_pages,
             "prompts": len(prompts),
             "max_new_tokens": max_new_tokens,
             "dtype": str(model.model.dtype).removeprefix("torch."),

@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 
 from backends.attention import PagedBatch, register
+from backends.attention.audit import single_row_plan
 from backends.audit import kl_nats
 from backends.kv_cache import PagedKVCache
 from backends.models import LoadedModel
 from backends.sampling import TorchLogitView
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.base import PruningConfig
-from entropic_ctl.signals import FloatArray, StepPlan
+from entropic_ctl.signals import FloatArray
 
-__all__ = ["Response", "measure_response", "single_row_plan"]
+__all__ = ["Response", "measure_response"]
 
 
 @dataclass(frozen=True)
@@ -37,28 +38,6 @@ class Response:
     mass_mean: FloatArray
     kl: FloatArray
     entropy_shift: FloatArray
-
-
-def single_row_plan(pages: int, context: int, n_tokens: int, theta_nats: float) -> StepPlan:
-    """Return a plan of one row over pages 0, 1, ...: ``n_tokens`` after ``context`` cached ones."""
-    one = np.zeros(1, np.int64)
-    return StepPlan(
-        step=0,
-        now_s=0.0,
-        ids=one,
-        slots=one,
-        context=np.array([context], np.int64),
-        n_tokens=np.array([n_tokens], np.int64),
-        samples=np.ones(1, np.bool_),
-        greedy=np.ones(1, np.bool_),
-        theta_nats=np.array([theta_nats]),
-        n_draft=one,
-        paused=np.empty(0, np.int64),
-        preempted=np.empty(0, np.int64),
-        rejected=(),
-        block_table=np.arange(pages, dtype=np.int32)[None],
-        allocated=np.empty((0, 3), np.int32),
-    )
 
 
 @torch.inference_mode()
@@ -143,7 +122,7 @@ class _Reader:
 
     def run(self, context: int, n_tokens: int, theta: float = 0.0) -> tuple[Tensor, PagedBatch]:
         """Run tokens ``context .. context + n_tokens`` and return the last one's logits (1, n), and the batch."""
-        plan = single_row_plan(self.cache.n_pages, context, n_tokens, theta)
+        plan = single_row_plan(context, n_tokens, range(self.cache.n_pages), theta_nats=theta)
         batch = PagedBatch.from_plan(plan, self.cache, self.rule)
         batch.audit = theta > 0
         network = self.model.model

@@ -40,7 +40,8 @@ class Bank:
     ----------
     meta : dict
         JSON-able: ``schema``, ``model``, ``vocab_size``, ``seed``, ``command``, ``kinds`` (names of prompt kinds),
-        ``page_tokens``, ``dense_layers``, ``prompts`` (count), free extras.
+        ``prompts`` (count), the pruning rule of the response (``page_tokens``, ``dense_layers``, ``sink_pages``,
+        ``recent_pages``, ``selection``), free extras.
     grid : float64, shape (G,)
         Increasing temperatures at which entropies are tabulated.
     prompt_kind : int64, shape (K,)

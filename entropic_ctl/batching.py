@@ -71,6 +71,7 @@ class Batcher:
         self._drawn_at = 0
         self._next_event = 0
         self._changed = True  # the live set changed since the last draw
+        self._admitted: IntArray = _NONE  # ids that got a slot since the last plan
         self._steady = False  # the last plan can be repeated: decode rows only, nothing left to decide
         self._last: StepPlan | None = None
         self._open = False  # a plan with rows waits for its result
@@ -131,7 +132,9 @@ class Batcher:
         if count == 0:
             return _NONE
         self._changed = True
-        return self.slots.add([self._backlog.popitem(last=False)[1] for _ in range(count)], self._step)
+        slots = self.slots.add([self._backlog.popitem(last=False)[1] for _ in range(count)], self._step)
+        self._admitted = np.concatenate([self._admitted, self.slots.id[slots]])
+        return slots
 
     def _closed(self, what: str) -> None:
         if self._open:
@@ -264,6 +267,7 @@ class Batcher:
         self._set_event(order)
         calm = not (seating.preempted or seating.adopted or seating.overdue_lacks_room)
         self._steady = calm and bool((decode & samples).all())
+        admitted, self._admitted = self._admitted, _NONE
         return StepPlan(
             step=step,
             now_s=now_s,
@@ -280,6 +284,7 @@ class Batcher:
             rejected=(),
             block_table=table.view,
             allocated=table.take_log(),
+            admitted=admitted,
         )
 
     def _set_event(self, order: IntArray) -> None:

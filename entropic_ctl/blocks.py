@@ -15,23 +15,26 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from entropic_ctl.errors import BadInputError, EntropicError
+from entropic_ctl.signals import IntArray
 
 __all__ = ["BlockPool", "OutOfPagesError", "PageArray", "new_pages", "pages_for"]
 
 PageArray = npt.NDArray[np.int32]
+Tokens = TypeVar("Tokens", int, IntArray)
 
 
 class OutOfPagesError(EntropicError):
     """More pages were asked for than are available; nothing was changed."""
 
 
-def pages_for(tokens: int, page_tokens: int) -> int:
-    """Return ceil(tokens / page_tokens): the pages that hold ``tokens`` tokens."""
+def pages_for(tokens: Tokens, page_tokens: int) -> Tokens:
+    """Return ceil(tokens / page_tokens): the pages that hold ``tokens`` tokens (an int, or an array of them)."""
     return -(-tokens // page_tokens)
 
 

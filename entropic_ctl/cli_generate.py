@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from entropic_ctl import cli_live, cli_output, cli_run
+from entropic_ctl.collectors import Tee
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FinishReason
 
@@ -70,7 +71,7 @@ def generate(
         verdict=verdict,
         uncertified=uncertified,
         recorder=cli_run.recorder(log),
-        metrics=cli_live.Tee(metrics, view),
+        metrics=Tee(metrics, view),
     )
     number = engine.submit(text, params, chat=chat)
     if console.is_terminal:

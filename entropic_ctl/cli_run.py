@@ -77,13 +77,9 @@ def with_overrides(
     if model is not None:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=model))
     if trace is not None:
-        workload = dataclasses.replace(
-            config.workload,
-            kind="azure",
-            trace=str(trace),
-            n_requests=config.workload.n_requests if config.workload.kind == "azure" else 10**8,
+        config = dataclasses.replace(
+            config, workload=dataclasses.replace(config.workload, kind="azure", trace=str(trace))
         )
-        config = dataclasses.replace(config, workload=workload)
     return config
 
 
@@ -112,13 +108,13 @@ def certify(config: RunConfig, vocab_size: int, certificate: Path | None, *, unc
     return verdict
 
 
-def write_json(path: Path | None, values: Mapping[str, Any], config: RunConfig | None = None) -> None:
-    """Write what a command measured, stamped with the configuration, version and hardware."""
+def write_json(path: Path | None, values: Mapping[str, Any], settings: RunConfig | Mapping[str, Any]) -> None:
+    """Write what a command measured, stamped with the settings that ran, version, commit and hardware."""
     if path is None:
         return
     results = need("entropic_ctl.results", "sim")
-    stamp = results.stamp(config, config.seed) if config is not None else {}
-    results.write_json(path, {**values, "stamp": stamp})
+    seed = settings.seed if isinstance(settings, RunConfig) else int(settings.get("seed", 0))
+    results.write_json(path, {**values, "stamp": results.stamp(settings, seed)})
 
 
 def recorder(path: Path | None) -> Any:
@@ -243,11 +239,14 @@ def record(out: Path, *, model: str | None, seed: int, quick: bool, json_file: P
     cli_output.check_file(json_file, "--json")
     recording = need("backends.record", "engine")
     config = with_overrides(RunConfig(), seed=seed, model=model)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="float32"))  # KL needs it
     loaded = load_model(config)
+    command = f"entropic record --seed {seed}{' --quick' if quick else ''}"
     with cli_live.progress("record") as report:
         bank = recording.record(
             loaded,
             seed=seed,
+            command=command,
             **(_QUICK_RECORD if quick else {}),
             progress=lambda stage, done, total: report(stage, done / max(1, total)),
         )
@@ -311,16 +310,17 @@ def replay(log: Path, *, tolerance: float, json_file: Path | None) -> int:
     report = need("entropic_ctl.replay", "").replay(log, tolerance=tolerance)
     values = dataclasses.asdict(report)
     _show("replay", values)
-    write_json(json_file, values)
+    write_json(json_file, values, {"command": "replay", "log": log.name, "tolerance": tolerance})
     return 0 if report.equal else 1
 
 
 def bench_sim(trace: Path | None, *, loop: bool, json_file: Path | None) -> None:
     """Benchmark the simulator."""
     cli_output.check_file(json_file, "--json")
-    values = need("sim.bench", "sim").bench(trace, loop=loop)
+    benchmark = need("sim.bench", "sim")
+    values = benchmark.bench(trace, loop=loop)
     _show("simulator", values)
-    write_json(json_file, values, RunConfig())
+    write_json(json_file, values, benchmark.bench_config(trace, loop=loop))
 
 
 def bench_engine(model: str | None, *, json_file: Path | None) -> None:
@@ -330,7 +330,7 @@ def bench_engine(model: str | None, *, json_file: Path | None) -> None:
     loaded = load_model(config)
     values = need("backends.bench", "engine").bench_engine(loaded, progress=_say)
     _show("engine", values)
-    write_json(json_file, values, config)
+    write_json(json_file, values, {"command": "bench engine", "model": dataclasses.asdict(config.model)})
 
 
 def bench_certificate(context: int, theta: float, model: str | None, *, json_file: Path | None) -> int:
@@ -344,5 +344,6 @@ def bench_certificate(context: int, theta: float, model: str | None, *, json_fil
     _say(f"decode the end of {context:,} tokens, pruned and dense")
     values = dataclasses.asdict(audit.audit_certificate(loaded.model, tokens, theta))
     _show("certificate", values)
-    write_json(json_file, values, config)
+    settings = {"command": "bench certificate", "context": context, "theta_nats": theta}
+    write_json(json_file, values, {**settings, "model": dataclasses.asdict(config.model)})
     return 1 if values["violations"] or values["over_budget"] else 0

@@ -41,7 +41,8 @@ class Loop:
     recorder : Recorder, optional
         Receives every call.
     laws : tuple, optional
-        (temperature, pruning, scheduling) objects in place of those ``loop`` names; a replay needs the same.
+        (temperature, pruning, scheduling) objects in place of those ``loop`` names; a replay needs the same. No
+        certificate covers such a temperature law: with integral action it runs ``uncertified`` only.
 
     Raises
     ------
@@ -66,7 +67,7 @@ class Loop:
             temperature.integral_action,
             engine.observation_lag,
             vocab_size,
-            verdict,
+            verdict if laws is None else None,  # a certificate is about the law that ``loop`` names
             uncertified=uncertified,
         )
         self.policy = Policy(

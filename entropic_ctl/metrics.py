@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropic_ctl.clock import CostLedger, EntropicClock
+from entropic_ctl.collectors import Collector
 from entropic_ctl.columns import Columns
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.metrics_buffer import StepBuffer, TokenBuffer
@@ -46,6 +47,7 @@ _REQUEST: dict[str, npt.DTypeLike] = {
     "gap_sum_s": np.float64,
     "gap_max_s": np.float64,
     "wait_s": np.float64,
+    "admission_wait_s": np.float64,
     "last_end_s": np.float64,
     "entropy_n": np.int64,
     "entropy_sum": np.float64,
@@ -55,7 +57,7 @@ _REQUEST: dict[str, npt.DTypeLike] = {
 }
 
 
-class Metrics:
+class Metrics(Collector):
     """Collector of one run.
 
     Parameters
@@ -132,6 +134,7 @@ class Metrics:
             gap_sum_s=0.0,
             gap_max_s=0.0,
             wait_s=0.0,
+            admission_wait_s=0.0,
             entropy_sum=0.0,
             tempered_mean=0.0,
             tempered_m2=0.0,
@@ -178,6 +181,8 @@ class Metrics:
         BadInputError
             If the step names a request that is not live, or a token of a request that did not run.
         """
+        if plan.admitted.shape[0]:
+            self._admit(plan.admitted, result.start_s)
         if not np.array_equal(plan.ids, self._ids):
             self._take_seats(plan, result.start_s)
         for request_id in plan.preempted.tolist():
@@ -230,6 +235,14 @@ class Metrics:
                 value=request_id,
                 allowed="ids that were submitted and have not left",
             ) from None
+
+    def _admit(self, ids: IntArray, start_s: float) -> None:
+        """Close the account of the wait for a slot; waits for service count from here."""
+        rows = np.array([self._row(request_id) for request_id in ids.tolist()])
+        requests = self._requests
+        requests["admission_wait_s"][rows] = np.maximum(start_s - requests["arrival_s"][rows], 0.0)
+        requests["last_step"][rows] = self._n_steps - 1
+        requests["last_end_s"][rows] = start_s
 
     def _take_seats(self, plan: StepPlan, start_s: float) -> None:
         """Note who runs from now on, and how long they had waited."""

@@ -42,7 +42,9 @@ def requests_table(raw: Mapping[str, npt.NDArray[Any]], clock: EntropicClock, ta
     Notes
     -----
     Columns: id, status (``live`` or the finish reason), prompt_tokens, max_new_tokens, output_tokens, preemptions,
-    longest_wait_steps, longest_wait_s, arrival_s, left_s, ttft_s, e2e_s, tpot_s, gap_sum_s, gap_max_s (seconds);
+    longest_wait_steps, longest_wait_s (without service, from admission on: what the waiting bound is about),
+    admission_wait_s (before, in the queue for a slot), arrival_s, left_s, ttft_s, e2e_s, tpot_s, gap_sum_s, gap_max_s
+    (seconds);
     tau_nats, tau_filtered_nats, model_entropy_mean, tempered_entropy_mean (nats), tempered_variance (about the
     request's own mean, 1 / (n - 1)) and tempered_target_ms (mean square about H*), in nats squared.
     """
@@ -59,6 +61,7 @@ def requests_table(raw: Mapping[str, npt.NDArray[Any]], clock: EntropicClock, ta
         "preemptions": raw["preemptions"],
         "longest_wait_steps": raw["wait_steps"],
         "longest_wait_s": raw["wait_s"],
+        "admission_wait_s": raw["admission_wait_s"],
         "arrival_s": raw["arrival_s"],
         "left_s": raw["left_s"],
         "ttft_s": raw["first_token_s"] - raw["arrival_s"],
@@ -80,9 +83,9 @@ def steps_table(raw: Mapping[str, npt.NDArray[Any]]) -> Table:
     """Return one row per iteration, or per ``steps`` merged iterations.
 
     Columns: step (first), steps, start_s, end_s, busy_s (seconds); rows, decode_rows, scheduled_tokens, output_tokens,
-    paused, preempted (sums over the merged iterations), live (largest); kv_bytes (bytes), flops; pages_held,
-    pages_read; kept_fraction and pruned_mass_mean (means over decode rows, NaN without any), pruned_mass_max,
-    certificate_max (nats).
+    paused, preempted (sums over the merged iterations), live (largest); kv_bytes (bytes), flops; pages_held, and of
+    them pages_read, as a pruned layer reads them; kept_fraction and pruned_mass_mean (means over decode rows, NaN
+    without any), pruned_mass_max, certificate_max (nats).
     """
     derived = ("kept_sum", "mass_sum", "mass_max")
     out: Table = {name: column for name, column in raw.items() if name not in derived}
@@ -158,6 +161,7 @@ def summarise(requests: Table, steps: Table, ledger: CostLedger) -> dict[str, fl
         "preemptions": int(requests["preemptions"].sum()),
         "longest_wait_steps": int(requests["longest_wait_steps"].max(initial=0)),
         "longest_wait_s": float(requests["longest_wait_s"].max(initial=0.0)),
+        "longest_admission_wait_s": float(requests["admission_wait_s"].max(initial=0.0)),
         "tau_nats": tau,
         "tau_filtered_nats": filtered,
         **ledger.efficiency(tau),

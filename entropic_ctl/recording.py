@@ -21,7 +21,10 @@ __all__ = ["FORMAT", "RecordedView", "Recorder", "finishes", "host_array", "plan
 FORMAT = 1
 """Version of the log format."""
 
-_PLAN = ("ids", "slots", "context", "n_tokens", "samples", "greedy", "theta_nats", "n_draft", "paused", "preempted")
+_PLAN = (
+    "ids", "slots", "context", "n_tokens", "samples", "greedy", "theta_nats", "n_draft",
+    "paused", "preempted", "admitted",
+)  # fmt: skip
 _TEMPERED = ("temperature", "model_entropy", "tempered_entropy", "varentropy", "valid")
 
 

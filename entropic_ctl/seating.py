@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from entropic_ctl.blocks import pages_for
 from entropic_ctl.config import EngineConfig
 from entropic_ctl.signals import IntArray
 from entropic_ctl.slots import PageTable, SlotTable
@@ -49,7 +50,7 @@ class Seating:
         if holders.shape[0] == 0 or holders[-1] == order.shape[0]:
             return able
         page = self._engine.page_tokens
-        missing = -(-s.known[order] // page) - table.count[order]
+        missing = pages_for(s.known[order], page) - table.count[order]
         room = table.pool.available - int(np.maximum(0, missing[able]).sum())
         for started, i in enumerate(np.flatnonzero(~able).tolist()):
             if holders[i] + started >= self._engine.max_batch:
@@ -83,7 +84,7 @@ class Seating:
             Tokens per row, 0 for rows that do not run; changed in place.
         """
         s, table, page = self._slots, self._pages, self._engine.page_tokens
-        more = np.maximum(0, -(-(s.cached[order] + n) // page) - table.count[order])
+        more = np.maximum(0, pages_for(s.cached[order] + n, page) - table.count[order])
         more[n == 0] = 0
         if self.overdue_lacks_room or int(more.sum()) > table.pool.available:
             self._squeeze(order, group, n)
@@ -111,7 +112,7 @@ class Seating:
             starting = held == 0 or slot in self.adopted
             least = 0 if held * page > cached else 1
             if starting:  # all known tokens must find a place
-                least = -(-int(s.known[slot]) // page) - held
+                least = pages_for(int(s.known[slot]), page) - held
             if not starting or group[i] < 2:
                 while table.pool.available < least and holders and holders[-1] > i:
                     self._take(int(order[holders[-1]]))
@@ -120,7 +121,7 @@ class Seating:
                 n[i] = 0
                 continue
             n[i] = min(int(n[i]), (held + table.pool.available) * page - cached)
-            more = -(-(cached + int(n[i])) // page) - held
+            more = pages_for(cached + int(n[i]), page) - held
             if more > 0:
                 table.grow(order[i : i + 1], np.array([more]))
 

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
-    "Action",
     "Array",
     "Finish",
     "FinishReason",
@@ -32,15 +31,6 @@ Array = Any
 """An array of any array-API library (NumPy, torch)."""
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
-
-
-class Action(enum.StrEnum):
-    """What a plan does with one live request in one iteration."""
-
-    RUN = "run"
-    PAUSE = "pause"  # pages kept, no token this step
-    PREEMPT = "preempt"  # pages freed, recomputed later
-    REJECT = "reject"  # can never be served; leaves at once
 
 
 class FinishReason(enum.StrEnum):
@@ -125,6 +115,9 @@ class StepPlan:
         Page ids by slot; valid until the next ``plan``. Row ``slot`` holds ``ceil((context + n_tokens) / page)`` pages.
     allocated : int32 array, shape (K, 3)
         (slot, index in table, page id) of pages newly put in a table by this plan, shared prefix pages included.
+    admitted : IntArray
+        Ids that got a slot just before this plan. From here on the waiting bound holds for them; the time before, in
+        the queue for a slot, depends on the load and has no bound.
     """
 
     step: int
@@ -142,6 +135,7 @@ class StepPlan:
     rejected: tuple[Finish, ...]
     block_table: npt.NDArray[np.int32]
     allocated: npt.NDArray[np.int32]
+    admitted: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
 
     @property
     def n_rows(self) -> int:
@@ -204,8 +198,9 @@ class StepResult:
         The token itself (-1 in the simulator, where tokens have no identity).
     temperature, model_entropy, tempered_entropy, varentropy : FloatArray, shape (M,)
     kept_fraction, pruned_mass_mean, pruned_mass_max, certificate_max : FloatArray, shape (R,)
-        Per plan row: share of KV pages read, and the certified upper bounds on softmax mass lost: mean over
-        (layer, head), maximum over them, and the largest ``-ln(1 - m)`` in nats. Dense rows: 1, 0, 0, 0.
+        Per plan row: share of (KV head, page) pairs read in the pruned layers (layers that are never pruned are left
+        out), and the certified upper bounds on softmax mass lost there: mean over (layer, head), maximum over them,
+        and the largest ``-ln(1 - m)`` in nats. Dense rows: 1, 0, 0, 0.
     kv_bytes, flops : float
         KV-cache bytes read (page metadata and scoring reads included) and floating-point operations.
     finished : tuple of Finish

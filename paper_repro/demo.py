@@ -116,7 +116,10 @@ def run(
     loop, trials = tuned(tuning_config, recorded, bank, size.tune_trials, span(progress, 0.05, 0.2))
     config = with_loop(config, loop)
     table = arms(loop)
-    study = Study(work, "Entropic-time inference: demonstration", config, table, f"entropic demo --seed {seed}")
+    own = with_loop(setup.engine_config(seed), loop)
+    engine, logs = real_engine(own, model, certifier, work=work, size=size)
+    title, command = "Entropic-time inference: demonstration", f"entropic demo --seed {seed}"
+    study = Study(work, title, config, table, command, engine.config)
     study.trials = trials
     study.write("trials", trials)
     study.notes.append(tuning_note(trials))
@@ -124,23 +127,6 @@ def run(
     study.certificate, verdict = certifier.both(loop)
     study.certificate_text = f"Gain certificate: {verdict.status} ({verdict.theorem}). {verdict.reason}."
     (work / "certificate.json").write_text(json.dumps(study.certificate, indent=2) + "\n", encoding="utf-8")
-
-    logs: dict[str, Path] = {}
-
-    def log(arm: str, run_seed: int) -> Path | None:  # noqa: ARG001
-        if arm in logs:
-            return None
-        logs[arm] = work / f"engine-{arm.replace(' ', '-')}.jsonl"
-        return logs[arm]
-
-    engine = RealEngine(
-        with_loop(setup.engine_config(seed), loop),
-        model,
-        setup.prompts(model, size.long_tokens),
-        certifier,
-        size.max_new_tokens,
-        log,
-    )
     simulated = experiments.ablation(
         {"simulation": Simulation(config, recorded, bank)},
         table,
@@ -164,6 +150,29 @@ def run(
     study.draw(engine, bank, model.vocab_size)
     say("write the report", 0.98)
     return study.finish(engine, [ARMS[-1]])
+
+
+def real_engine(
+    config: RunConfig, model: Any, certifier: Certifier, *, work: Path, size: Size
+) -> tuple[RealEngine, dict[str, Path]]:
+    """Return the real world of ``config``, and the logs it will write: one per arm, of its first run."""
+    logs: dict[str, Path] = {}
+
+    def log(arm: str, run_seed: int) -> Path | None:  # noqa: ARG001
+        if arm in logs:
+            return None
+        logs[arm] = work / f"engine-{arm.replace(' ', '-')}.jsonl"
+        return logs[arm]
+
+    engine = RealEngine(
+        config,
+        model,
+        setup.prompts(model, size.long_tokens),
+        certifier,
+        size.max_new_tokens,
+        log,
+    )
+    return engine, logs
 
 
 def verify_replay(study: Study, logs: dict[str, Path]) -> None:

@@ -13,7 +13,7 @@ from paper_repro.experiments import Progress
 from paper_repro.outcome import Outcome
 from paper_repro.setup import Size
 from paper_repro.study import Study, span
-from paper_repro.worlds import Certifier, RealEngine, Simulation
+from paper_repro.worlds import Certifier, Simulation
 
 __all__ = ["FULL", "QUICK", "run"]
 
@@ -61,25 +61,12 @@ def run(
     recorded, certifier = Certifier(config, int(bank.meta["vocab_size"])), Certifier(config, model.vocab_size)
     table = arms(config.loop)
     command = f"entropic repro{' --quick' if quick else ''} --seed {seed}"
-    study = Study(work, "Entropic-time inference: the paper's claims, tested", config, table, command)
+    own = with_loop(setup.engine_config(seed), config.loop)
+    engine, logs = demo.real_engine(own, model, certifier, work=work, size=size)
+    title = "Entropic-time inference: the paper's claims, tested"
+    study = Study(work, title, config, table, command, engine.config)
     study.certificate, verdict = certifier.both(config.loop)
     study.certificate_text = f"Gain certificate: {verdict.status} ({verdict.theorem}). {verdict.reason}."
-    logs: dict[str, Path] = {}
-
-    def log(arm: str, run_seed: int) -> Path | None:  # noqa: ARG001
-        if arm in logs:
-            return None
-        logs[arm] = work / f"engine-{arm.replace(' ', '-')}.jsonl"
-        return logs[arm]
-
-    engine = RealEngine(
-        with_loop(setup.engine_config(seed), config.loop),
-        model,
-        setup.prompts(model, size.long_tokens),
-        certifier,
-        size.max_new_tokens,
-        log,
-    )
     simulated = experiments.ablation(
         {"simulation": Simulation(config, recorded, bank)},
         table,

@@ -21,6 +21,7 @@ _WORLD = (
     ("TTFT (s)", "ttft_s"),
     ("TPOT (s)", "tpot_s"),
     ("tokens/s", "throughput_tok_s"),
+    ("tokens", "output_tokens"),
     ("τ (nats)", "tau_nats"),
     ("dτ/ds", "tau_per_s"),
     ("dτ/GFLOP", "tau_per_flop"),

@@ -58,7 +58,7 @@ def not_identifiable(config: RunConfig) -> Callable[[str, str, str], str]:
             return ""
         if metric == "throughput" and workload.kind in ("poisson", "azure"):
             return "open arrivals below capacity give every policy the same throughput"
-        if arm == "sampling only" and workload.output_length == "limit" and metric in ("latency", "throughput"):
+        if arm == "sampling only" and workload.runs_to_limit and metric in ("latency", "throughput"):
             return "output lengths are fixed by the workload, so sampling cannot change them"
         return ""
 
@@ -75,10 +75,12 @@ class Study:
         Folder to write to.
     title : str
     config : RunConfig
-        Stamped into every table.
+        Of the simulated world, stamped into every table.
     arms : dict of str to LoopConfig
     command : str
         Command that reproduces this run.
+    engine_config : RunConfig, optional
+        Of the real engine, stamped beside ``config``.
     """
 
     work: Path
@@ -86,6 +88,7 @@ class Study:
     config: RunConfig
     arms: Mapping[str, LoopConfig]
     command: str
+    engine_config: RunConfig | None = None
     runs: dict[str, np.ndarray] = field(default_factory=dict)
     effects: dict[str, np.ndarray] = field(default_factory=dict)
     synergy: dict[str, np.ndarray] = field(default_factory=dict)
@@ -111,8 +114,11 @@ class Study:
 
     @functools.cached_property
     def stamp(self) -> dict[str, Any]:
-        """What identifies this run: configuration, seed, version, commit, hardware."""
-        return dict(results.stamp(self.config, self.config.seed))
+        """What identifies this run: both worlds' configurations, seed, version, commit, hardware."""
+        return {**results.stamp(self.config, self.config.seed), "engine_config": self._engine()}
+
+    def _engine(self) -> dict[str, Any] | None:
+        return resolve(self.engine_config) if self.engine_config is not None else None
 
     def write(self, name: str, table: Mapping[str, np.ndarray]) -> None:
         """Write a table as Parquet and CSV, stamped; an empty one is left out."""
@@ -220,6 +226,7 @@ class Study:
             "guarantees": promises,
             "violations": self.violations,
             "loop": {arm: resolve_loop(loop) for arm, loop in self.arms.items()},
+            "engine_config": self._engine(),
         }
         self._report(measured, beside, losses, promises, engine)
         return outcome
@@ -280,7 +287,8 @@ class Study:
         report.code(self.command)
         report.details("hardware, versions, configuration", self.stamp)
         report.details("loops by arm", {arm: resolve_loop(loop) for arm, loop in self.arms.items()})
-        report.details("resolved configuration", resolve(self.config))
+        report.details("resolved configuration, simulation", resolve(self.config))
+        report.details("resolved configuration, engine", self._engine() or {})
         if self.certificate:
             report.details("certificate of the full loop's gain", self.certificate)
         report.say(f"Made in {time.perf_counter() - self.started_s:.0f} s.")

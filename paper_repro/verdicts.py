@@ -83,9 +83,9 @@ def judge(effect: Effect, paper: float, *, higher_is_better: bool, not_identifia
     On the scale of improvement (log ratio, sign so that positive is better) let [l, h] be our interval, c the claim.
 
     - *not identifiable*: a reason is given, there are no usable pairs, or no pair differs at all;
-    - claimed change (c != 0): *reproduced* if [l, h] lies on the claimed side of 0 and does not fall short of c;
-      *partly* if it lies on the claimed side but short of c; *refuted* if it lies on the other side; otherwise *not
-      reproduced* (the reason says whether the claimed size is excluded or the interval is too wide to tell);
+    - claimed change (c != 0): *reproduced* if l >= c / 2 and h >= c (a wide interval that merely holds c does not
+      count); *partly* if [l, h] lies on the claimed side of 0 otherwise; *refuted* if it lies on the other side; else
+      *not reproduced* (the reason says whether the claimed size is excluded or the interval is too wide to tell);
     - claimed no change (c = 0): *reproduced* if [l, h] is within +-2%; *refuted* if it is worse than that;
       otherwise *not reproduced* (better than claimed counts as *reproduced*).
 
@@ -117,9 +117,13 @@ def judge(effect: Effect, paper: float, *, higher_is_better: bool, not_identifia
     if claimed < 0:  # the paper itself says it gets worse: mirror, so that "the claimed side" is positive
         low, high, claimed = -high, -low, -claimed
     if low > 0:
-        if high >= claimed:
-            return Judgement("reproduced", f"{shown}: resolved, and not short of the claimed {paper:g}")
-        return Judgement("partly", f"{shown}: the claimed direction, but short of {paper:g}")
+        if high < claimed:
+            return Judgement("partly", f"{shown}: the claimed direction, but short of {paper:g}")
+        if low < claimed / 2:
+            return Judgement(
+                "partly", f"{shown}: the claimed direction, but less than half of {paper:g} is established"
+            )
+        return Judgement("reproduced", f"{shown}: at least half established, and not short of the claimed {paper:g}")
     if high < 0:
         return Judgement("refuted", f"{shown}: the opposite direction to the claimed {paper:g}")
     if high < claimed:

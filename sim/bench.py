@@ -77,7 +77,7 @@ def bench(
     Parameters
     ----------
     trace : str or Path, optional
-        Azure CSV; without it a Poisson workload.
+        Azure CSV; without it the burst of :func:`bench_config`.
     loop : bool
         All three laws on, or the standard ones.
     batch : int

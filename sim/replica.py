@@ -195,7 +195,8 @@ def simulate(
     Raises
     ------
     BadInputError
-        If trace, bank or preset cannot be used, or a law can leave the recorded range.
+        If trace, bank or preset cannot be used, a law can leave the recorded range, or pages are pruned by another
+        rule than the recorded one.
     UncertifiedError
         If the micro law needs a certificate and has none.
     NoProgressError
@@ -215,6 +216,7 @@ def simulate(
     )
     trajectories.require_range(config.loop)
     page = config.engine.page_tokens
+    trajectories.response.require_rule(config.loop.pruning, page)
     if cost is None:
         cost = costs.preset(config.cost.preset, page, config.loop.pruning.config.dense_layers)
     loop = Loop(config.loop, config.engine, int(bank.meta["vocab_size"]), verdict=verdict, uncertified=uncertified)

@@ -3,7 +3,8 @@
 Kept share, certificates, KL and the shift of the entropy are bilinear in (context, theta). Below the first recorded
 context they go to those of dense attention at context 0; above the last they keep its value, which overstates what
 is read (the kept share falls with context), and the tokens concerned are counted. The entropy shift is added to the
-model entropy and to the tempered one, floored at 0. A theta beyond the recorded ones is an error.
+model entropy and to the tempered one, floored at 0. A theta beyond the recorded ones is an error, and so is a pruning
+rule other than the recorded one (page size, dense layers, protected pages, selection): its response was not measured.
 
 The interpolation and its edges are ours.
 """
@@ -17,11 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from entropic_ctl.bank import Bank
+from entropic_ctl.config import LawSpec
 from entropic_ctl.errors import BadInputError
+from entropic_ctl.pruning.base import PruningConfig
 from entropic_ctl.signals import FloatArray, IntArray
 
 __all__ = ["Response", "Responses", "cell"]
 
+_RULE = ("dense_layers", "sink_pages", "recent_pages", "selection")
 _SLACK = 1e-9  # relative distance by which a theta may miss the table
 
 
@@ -52,6 +56,7 @@ class Response:
     """
 
     def __init__(self, bank: Bank) -> None:
+        self._meta = bank.meta
         names = ("kept", "certificate_mean", "certificate_max", "mass_mean", "kl", "entropy_shift")
         table = np.stack([getattr(bank, name) for name in names])  # (6, C, A)
         dense = np.zeros((len(names), 1, bank.theta.shape[0]))
@@ -62,6 +67,36 @@ class Response:
         self._table = np.ascontiguousarray(full.T)  # one row per (context, theta)
         self.beyond_context = 0
         """Rows so far whose context lay above the last recorded one."""
+
+    def require_rule(self, law: LawSpec, page_tokens: int) -> None:
+        """Refuse a pruning rule under which the response was not recorded.
+
+        Parameters
+        ----------
+        law : LawSpec
+            Meso law and parameters; ``off`` reads no response.
+        page_tokens : int
+
+        Raises
+        ------
+        BadInputError
+            Naming the configuration field, its value and the recorded one.
+        """
+        if law.name == "off":
+            return
+        asked = {"engine.page_tokens": page_tokens}
+        asked |= {f"loop.pruning.{name}": getattr(law.config, name) for name in _RULE}
+        for field, value in asked.items():
+            name = field.rpartition(".")[2]
+            recorded = self._meta.get(name, getattr(PruningConfig(), name, value))  # an older bank: the default rule
+            if value != recorded:
+                raise BadInputError(
+                    "the entropy bank was recorded under another pruning rule",
+                    field=field,
+                    value=value,
+                    allowed=repr(recorded),
+                    remedy="use the recorded value, or record a bank under this rule (backends.record.record)",
+                )
 
     def __call__(self, context: IntArray, theta: FloatArray) -> Responses:
         """Interpolate at (context in tokens, theta in nats), each of shape (R,).

@@ -9,9 +9,12 @@ last recording the nearest one is read, and the tokens concerned are counted. Gr
 recorded temperature.
 
 **Which token, and the end of text.** Token i of a request is token i of the recording. In mode ``bank`` a request
-ends (EOS) once i reaches the end of a recording that ended by itself. A recording cut off by the recording limit
-says nothing about the end of the text: it is read again from its start (modulo). In mode ``limit`` every recording
-is.
+ends (EOS) with the last token of a recording that ended by itself. A recording that ended *before* token i says
+nothing about a text that goes on, so the nearest one (in ln T) still going is read in its place; only if all of the
+prompt's are over does the request end. (Ending it at once would cut a text short at the first of several recordings to
+end, merely because a law moves T: with a limit of 400 tokens that alone cost the shipped bank 11% of its output.) A
+recording cut off by the recording limit says nothing about the end of the text: it is read again from its start
+(modulo). In mode ``limit`` every recording is.
 
 **Entropy at any temperature.** On the grid of u = ln T the bank has H and V = dH/du. Between two grid points H is
 the cubic Hermite interpolant with V as slopes, limited to three times the secant so that H is monotone in T
@@ -183,8 +186,21 @@ class Trajectories:
         if not self._ends:
             return self._start[k] + token % length, np.zeros(ids.shape[0], np.bool_)
         own_end = self.bank.ended[k]
+        over = own_end & (token >= length)
+        if over.any():
+            k[over] = self._still_going(self._prompt[ids[over]], token[over], u[over])
+            length, own_end = self._length[k], self.bank.ended[k]
         place = np.where(own_end, np.minimum(token, length - 1), token % length)
         return self._start[k] + place, own_end & (token + 1 >= length)
+
+    def _still_going(self, prompt: IntArray, token: IntArray, u: FloatArray) -> IntArray:
+        """Return the recording nearest in ln T that is not over at ``token``, or the nearest if all are."""
+        choices: IntArray = self._table[prompt]
+        over = self.bank.ended[choices] & (token[:, None] >= self._length[choices])
+        distance = np.abs(self._log_recorded - u[:, None])
+        nearest = np.where(over & ~over.all(axis=1, keepdims=True), np.inf, distance).argmin(axis=1)
+        chosen: IntArray = choices[np.arange(prompt.shape[0]), nearest]
+        return chosen
 
     def view(self, at: IntArray, shift: FloatArray | None = None) -> BankView:
         """Return the distributions at the token rows ``at`` (from :meth:`select`), shifted by pruning."""

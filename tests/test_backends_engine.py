@@ -388,6 +388,19 @@ def test_flops_of_a_dense_decode_step(endless: models.LoadedModel) -> None:
     assert decode.kv_bytes == 2 * 11 * 2 * 2 * 8 * 4  # layers, tokens, K and V, KV heads, head size, float32
 
 
+def test_flops_of_a_pruned_decode_step_include_the_scoring(endless: models.LoadedModel) -> None:
+    runs = []
+    for loop in ({}, {"pruning": BUDGET | {"theta_nats": 0.3, "theta_wide_nats": 0.3}}):
+        engine = start(endless, loop=loop)
+        engine.submit(prompt(60), SamplingParams(max_new_tokens=2, greedy=True))
+        engine.run()
+        runs.append(engine.results[-1])
+    dense, pruned = runs
+    assert (kept := pruned.kept_fraction[0]) < 1
+    attention = 2 * 2 * 4 * 8 * 61 * 2  # QK and PV, heads, head size, keys, layers
+    assert pruned.flops == pytest.approx(dense.flops + attention * (kept - 0.5))
+
+
 def test_audit_measures_kl_and_changes_nothing_else(endless: models.LoadedModel) -> None:
     loop = {"pruning": BUDGET | {"theta_nats": 0.3, "theta_wide_nats": 0.3}}
     runs = []

@@ -425,6 +425,8 @@ def test_ctrl_c_exits_130_and_says_where_the_rest_is(config: Any, tmp_path: Path
     process = subprocess.Popen(
         [sys.executable, "-m", "entropic_ctl.cli", "simulate", long, "--out", tmp_path / "res"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # a shell starts background jobs with SIGINT ignored, and children inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
     )  # fmt: skip
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob(".res.*.part/run.json")) and time.monotonic() < deadline and process.poll() is None:

@@ -146,16 +146,23 @@ def test_driver_finishes_win_over_the_limit_and_unknown_ids_are_ignored() -> Non
 
 
 def test_a_gain_needs_a_certificate() -> None:
-    law = Integral()
-    laws = (law, *LoopConfig().build()[1:])
-    spec = LawSpec("fixed", LoopConfig().temperature.config)
+    loop = config.from_mapping({"loop": {"temperature": {"law": "feedback"}}}).loop
     with pytest.raises(UncertifiedError, match="needs a gain certificate"):
-        Loop(LoopConfig(), EngineConfig(), 100, laws=laws)
-    other = Verdict("proved", "theorem", micro_digest(spec, 1, 100), 0.1, "")
+        Loop(loop, EngineConfig(), 100)
+    other = Verdict("proved", "theorem", micro_digest(loop.temperature, 1, 100), 0.1, "")
     with pytest.raises(UncertifiedError, match="another law"):
-        Loop(LoopConfig(), EngineConfig(), 100, laws=laws, verdict=other)
-    right = Verdict("proved", "theorem", micro_digest(spec, 0, 100), 0.1, "")
-    assert Loop(LoopConfig(), EngineConfig(), 100, laws=laws, verdict=right).live == 0
+        Loop(loop, EngineConfig(), 100, verdict=other)
+    right = Verdict("proved", "theorem", micro_digest(loop.temperature, 0, 100), 0.1, "")
+    assert Loop(loop, EngineConfig(), 100, verdict=right).live == 0
+
+
+def test_no_certificate_covers_a_law_object_of_the_callers_own() -> None:
+    laws = (Integral(), *LoopConfig().build()[1:])
+    spec = LawSpec("fixed", LoopConfig().temperature.config)
+    named = Verdict("proved", "stateless", micro_digest(spec, 0, 100), 0.1, "")  # true of the law the config names
+    with pytest.raises(UncertifiedError, match="needs a gain certificate"):
+        Loop(LoopConfig(), EngineConfig(), 100, laws=laws, verdict=named)
+    assert Loop(LoopConfig(), EngineConfig(), 100, laws=laws, uncertified=True).live == 0
 
 
 def test_misuse_is_named() -> None:

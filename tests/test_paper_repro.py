@@ -106,7 +106,7 @@ def test_pairs_that_cannot_be_used_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("low", "high", "paper", "higher", "verdict", "why"),
     [
-        (0.60, 0.80, 0.70, False, "reproduced", "not short of"),
+        (0.60, 0.80, 0.70, False, "reproduced", "at least half"),
         (0.50, 0.60, 0.70, False, "reproduced", "not short of"),
         (0.85, 0.95, 0.70, False, "partly", "short of"),
         (0.85, 1.05, 0.70, False, "not reproduced", "excluded"),
@@ -119,7 +119,9 @@ def test_pairs_that_cannot_be_used_are_left_out() -> None:
         (1.10, 1.20, 1.00, True, "reproduced", "no worse"),
         (0.80, 0.90, 1.00, True, "refuted", "worse by more"),
         (0.90, 1.10, 1.00, True, "not reproduced", "undecided"),
-        (0.96, 0.99, 0.98, True, "reproduced", "not short of"),
+        (0.96, 0.985, 0.98, True, "reproduced", "not short of"),
+        (0.96, 0.99, 0.98, True, "partly", "less than half"),
+        (0.60, 0.95, 0.70, False, "partly", "less than half"),
         (1.01, 1.03, 0.98, True, "refuted", "opposite"),
     ],
 )

@@ -49,6 +49,7 @@ def test_demo_writes_tables_figures_and_report(shown: tuple[Path, Any, list[floa
     assert outcome.violations == []
     runs, stamp = results.read_table(work / "runs.parquet")
     assert stamp["seed"] == 3
+    assert stamp["engine_config"]["engine"]["audit_every"] == 4  # the engine rows ran under their own limits
     counts = {w: int((runs["world"] == w).sum()) for w in ("simulation", "engine")}
     assert counts == {"simulation": len(ARMS) * 2, "engine": 2 * 2}
     for name in ("ablation", "generation", "phase", "pruning_cost"):

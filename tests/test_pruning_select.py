@@ -170,6 +170,14 @@ def test_single_page_all_protected_and_unknown_pages_are_kept(theta: float) -> N
     assert select([[INF, 0.0]], [[INF, 0.0]], [False, False], theta, 1).kept[0, 0]
 
 
+@pytest.mark.parametrize("selection", ["union", "group_mean"])
+@pytest.mark.parametrize("theta", [0.1, INF])
+def test_a_light_protected_page_stays_beside_a_page_whose_upper_bound_is_unknown(theta: float, selection: str) -> None:
+    got = select([[0.0, 9.0]], [[0.0, INF]], [True, False], theta, 1, selection=selection)
+    assert got.kept[0, 0]  # its mass is negligible: dropping it would be within the budget
+    assert got.kept[0, 1] == (theta < INF)
+
+
 def test_hopeless_intervals_fall_back_to_dense() -> None:
     got = select(np.full((2, 8), -500.0), np.full((2, 8), 500.0), np.zeros(8, np.bool_), 0.01, 1)
     assert got.kept.all()

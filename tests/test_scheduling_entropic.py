@@ -109,7 +109,7 @@ def test_score_by_hand() -> None:
     reduction = (1.0 + 19 * 0.4) / 20
     cost = 2.0 * 1 / 64 + 3.0 * 4 / 100 + 0.5 * (40 * 0.02) / 5.0
     assert policy.score(view()) == pytest.approx(reduction / cost)
-    long_prefill = build(Config()).score(
+    long_prefill = build(Config(prior_nats=2.0)).score(
         view(cached_tokens=0, known_tokens=640, token_limit=10, generated_tokens=0, seen=0)
     )
     assert long_prefill == pytest.approx(2.0 / (1.0 + 0.04 + (9 + 10) * 0.02 / 10.0))

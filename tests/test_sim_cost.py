@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,15 @@ def test_pruned_bytes_by_hand(page: int, metadata: float) -> None:
     pruned = run(model, [(400, 1, True)], theta=0.01, kept=0.2)
     assert pruned.kv_bytes / dense.kv_bytes == pytest.approx(0.25 + 0.75 * (0.25 + metadata + 0.2))
     assert dense.flops - pruned.flops == pytest.approx(256 * 401 * 0.75 * (1 - 0.5 - 0.2))
+
+
+def test_a_slow_pruning_implementation_is_charged_per_step_and_token() -> None:
+    slow = dataclasses.replace(UNIT, pruning_step_s=3.0, pruning_token_s=0.01)
+    rows = [(400, 1, True), (100, 1, True), (50, 7, True)]
+    for theta, extra in ((0.0, 0.0), (0.02, 3.0 + 0.01 * 500)):  # the prefill row is not pruned
+        base, charged = (run(Roofline(device, TINY), rows, theta=theta, kept=0.5) for device in (UNIT, slow))
+        assert charged.seconds - base.seconds == pytest.approx(extra)
+        assert (charged.flops, charged.kv_bytes) == (base.flops, base.kv_bytes)
 
 
 def test_prefill_is_never_pruned() -> None:

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_bank import make_bank
 
+from entropic_ctl import config as configs
 from entropic_ctl.errors import BadInputError
+from sim.replica import simulate
 from sim.response import Response
 
 BANK, _ = make_bank()
@@ -31,3 +33,20 @@ def test_response_by_hand() -> None:
     assert response.beyond_context == 1
     with pytest.raises(BadInputError, match="theta_nats"):
         response(np.array([10]), np.array([0.21]))
+
+
+@pytest.mark.parametrize(
+    ("engine", "rule", "field"),
+    [
+        ({"page_tokens": 32}, {}, "engine.page_tokens"),
+        ({}, {"selection": "group_mean"}, "loop.pruning.selection"),
+        ({}, {"dense_layers": 0}, "loop.pruning.dense_layers"),
+        ({}, {"recent_pages": 1}, "loop.pruning.recent_pages"),
+    ],
+)
+def test_a_pruning_rule_that_was_not_recorded_is_refused(engine: dict, rule: dict, field: str) -> None:
+    """The table holds what one rule did; under another the simulator would return that rule's numbers unchanged."""
+    tables = {"workload": {"n_requests": 1}, "engine": engine}
+    with pytest.raises(BadInputError, match=field):
+        simulate(configs.from_mapping({**tables, "loop": {"pruning": {"law": "budget"} | rule}}), bank=BANK)
+    simulate(configs.from_mapping({**tables, "loop": {"pruning": rule}}), bank=BANK)  # off: no response is read

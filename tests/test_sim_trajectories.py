@@ -141,15 +141,44 @@ def test_a_recorded_end_of_text_ends_the_request_after_exactly_its_length() -> N
     assert places == list(range(BANK.offset[k], BANK.offset[k + 1]))
 
 
-def test_switching_to_a_text_that_is_already_over_ends_with_its_last_token() -> None:
+def test_a_text_that_is_already_over_is_passed_over_for_the_nearest_still_going() -> None:
     length = int(BANK.offset[2] - BANK.offset[1])
     trajectories, one = columns(1, base=1.2), np.zeros(1, np.int64)
     for _ in range(length + 3):
         trajectories.advance(one, np.full(1, 1.2))
-    trajectories.advance(one, np.full(1, 0.8))  # now the recording at 0.8 is read, which ended before
+    trajectories.advance(one, np.full(1, 0.8))  # the recording at 0.8 ended before; those at 0.4 and 1.2 have not
+    at, last = trajectories.select(one)
+    assert not last[0]
+    assert BANK.temperature[recording_of(at)].tolist() == [1.2]
+
+
+def test_a_request_ends_where_all_of_its_recordings_are_over() -> None:
+    ended = dataclasses.replace(BANK, ended=np.ones_like(BANK.ended))
+    one = np.zeros(1, np.int64)
+    trajectories = Trajectories(ended, one, np.full(1, 0.5), base_temperature=0.8, ends=True)
+    for _ in range(200):
+        trajectories.advance(one, np.full(1, 0.8))
     at, last = trajectories.select(one)
     assert last[0]
     assert at[0] == BANK.offset[2] - 1
+
+
+def test_moving_the_temperature_does_not_shorten_texts_by_itself() -> None:
+    """Toggling between two recordings at random gives the mean of their lengths, as staying with either does."""
+    bank, _ = make_bank(prompts=1, temperatures=(0.4, 0.8))
+    bank = dataclasses.replace(bank, ended=np.ones(2, np.bool_))
+    short, long = sorted(np.diff(bank.offset).tolist())
+    assert short < long
+    n, rng = 4000, np.random.default_rng(0)
+    ids, length = np.arange(n), np.zeros(n, np.int64)
+    trajectories = Trajectories(bank, np.zeros(n, np.int64), np.full(n, 0.5), base_temperature=0.4, ends=True)
+    while ids.size:
+        _, last = trajectories.select(ids)
+        length[ids] += 1
+        trajectories.advance(ids, rng.choice([0.4, 0.8], ids.size))
+        ids = ids[~last]
+    assert set(length.tolist()) == {short, long}
+    assert abs(length.mean() - (short + long) / 2) < 4 * (long - short) / 2 / np.sqrt(n)
 
 
 def test_a_censored_recording_wraps_and_never_ends() -> None:

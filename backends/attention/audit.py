@@ -17,6 +17,7 @@ import torch
 
 from backends.attention.batch import PagedBatch
 from backends.attention.forward import register
+from backends.audit import kl_nats
 from backends.kv_cache import PagedKVCache
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.base import PruningConfig
@@ -48,7 +49,7 @@ class CertificateAudit:
     kv_bytes, dense_kv_bytes : float
         KV-cache bytes read per position, with pruning and without.
     kl_nats_mean, kl_nats_max : float
-        KL(dense || pruned) of the next-token distribution.
+        KL(pruned || dense) of the next-token distribution, as everywhere in this project.
     prefill_s, decode_s, dense_decode_s : float
         Wall time: all of the prefill; per position with pruning (audit included) and dense.
     """
@@ -199,7 +200,7 @@ def audit_certificate(
         true += [a.true_mass for a in batch.audits]
         certified += [a.certified_mass for a in batch.audits]
         kept += [a.kept.mean() for a in batch.audits]
-        kl.append(float((dense.exp() * (dense - pruned)).sum()))
+        kl.append(kl_nats(pruned, dense)[0])
     if not true:
         raise BadInputError(
             "no page could be pruned",

@@ -42,6 +42,8 @@ class AttentionStatistics:
         pruned.
     output_error_max : FloatArray, shape (R,)
         Largest certified Euclidean error of a head's output; 0 unless ``PagedBatch.want_output_error``.
+    pruned_layers : IntArray, shape (R,)
+        Layers in which the row was pruned.
     """
 
     kept_fraction: FloatArray
@@ -50,6 +52,7 @@ class AttentionStatistics:
     certificate_max: FloatArray
     kv_bytes: float
     output_error_max: FloatArray
+    pruned_layers: IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +217,13 @@ class PagedBatch:
         kept = np.where(pruned, self._kept / np.maximum(self._layers, 1), 1.0)
         mean = self._mass_sum / np.maximum(self._layers, 1)
         return AttentionStatistics(
-            kept, mean, self._mass_max.copy(), kl_nats(self._mass_max), self.kv_bytes, self._error_max.copy()
+            kept_fraction=kept,
+            pruned_mass_mean=mean,
+            pruned_mass_max=self._mass_max.copy(),
+            certificate_max=kl_nats(self._mass_max),
+            kv_bytes=self.kv_bytes,
+            output_error_max=self._error_max.copy(),
+            pruned_layers=self._layers.copy(),
         )
 
 

@@ -15,9 +15,11 @@ in any order of summation, fused or not. Hence, with the scale's own rounding an
     |s - exact| <= scale g_{D+6} |q|_2 max_i |k_i|_2                                     (real keys; Cauchy-Schwarz)
 
 where the shadow's two extra roundings (product by the step, sum with the minima's part) are inside the +6. A
-log-sum-exp of n scores adds at most (n + 32) u (exp to 4 ulp, subtraction of the maximum at most u |d| e^d <= u / e per
-term, the sum g_n) plus 4 u |lse|. A score cap is 1-Lipschitz and adds 8 u cap. Reduced-precision float32 products
-(TF32, bf16) would break the first line and are refused.
+log-sum-exp of n scores adds at most (n + 32) u plus 4 u |lse|, for n up to 10^4 (n + 40 for n up to 10^5, which the
+long sums below use): g_n for the sum; 4 u for exp to 2 ulp; for subtracting the maximum u times the softmax mean of
+|d| = max - score, which is the entropy less ln sum e^-d and so at most ln n; 2 u ln n for the logarithm. A score cap is
+1-Lipschitz and adds 8 u cap. Reduced-precision float32 products (TF32, bf16) would break the first line and are
+refused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The macro law's interface: who runs next.
 
 A policy turns a columnar view of the live requests into a score, higher first. Ties break by arrival order. The hard
-waiting bound (overdue requests first, in arrival order, never preempted) is common to all policies and is applied by
-the batcher, not by the policy.
+waiting bound (overdue requests first, longest wait first, not preempted by the rest; see
+:mod:`entropic_ctl.ordering`) is common to all policies and is applied by the batcher, not by the policy. It counts
+from admission: the queue for a slot (``max_live``) lies before it and has no bound under overload.
 """
 
 from __future__ import annotations
