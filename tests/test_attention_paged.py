@@ -351,6 +351,21 @@ def test_group_mean_reads_no_more_than_union() -> None:
     assert kept["group_mean"] < kept["union"]
 
 
+def test_a_head_that_loses_everything_is_certified_and_audited_as_one() -> None:
+    """Under the group's mean one of three heads may lose all its mass; the audit's own rounding must not exceed 1."""
+    rule = PruningConfig(sink_pages=0, recent_pages=1, dense_layers=0, selection="group_mean")
+    for seed in range(12):
+        q, k = torch.zeros(3, 49, 4), torch.zeros(1, 49, 4)
+        q[0, :, 0], q[1:, :, 1] = 2.0, 2.0
+        k[0, :48, 0] = randn(48, seed=seed)
+        k[0, 48] = torch.tensor([-60.0, 60.0, 0.0, 0.0])
+        _, batch = decode_last(poisoned(1, 4, 4, 16), [0, 1, 2, 3], q, k, k, 1.0, pruning=rule, audit=True)
+        (audit,) = batch.audits
+        assert not audit.kept[0, :3].any()
+        assert audit.certified_mass[0] == 1.0
+        assert (audit.true_mass <= audit.certified_mass).all()
+
+
 @pytest.mark.parametrize(
     ("options", "needle"),
     [

@@ -260,7 +260,7 @@ def _audit(
         mask = np.ones((kept.shape[1], row.table.shape[0]), np.bool_)
         mask[:, row.candidates.cpu().numpy()] = kept[i, :, : row.candidates.shape[0]]
         true = true_page_mass(paged.cache, layer, row, query[i], scoring)
-        lost = np.where(np.repeat(~mask, query.shape[1] // kept.shape[1], axis=0), true, 0.0).sum(axis=1)
+        lost = np.where(np.repeat(~mask, query.shape[1] // kept.shape[1], axis=0), true, 0.0).sum(axis=1).clip(max=1.0)
         paged.audits.append(LayerAudit(layer, int(r), lost, mass[i], mask))
 
 

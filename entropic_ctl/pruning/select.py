@@ -156,16 +156,16 @@ def select(
     weight_up = np.where(up > -np.inf, np.maximum(weight_up, _TINY), 0.0)  # an underflow is not an empty page
 
     if selection == "union":
-        rank = np.where(fixed, np.inf, up)
+        rank = up
         families, heads = n_heads, 1  # each query head decides, then the union over its group
     else:
         total = weight_up.sum(axis=1, keepdims=True)
         with np.errstate(invalid="ignore", divide="ignore"):
             share = np.where(np.isfinite(weight_up), weight_up / total, np.inf)
         share = np.where(np.isnan(share), np.inf, share)
-        rank = np.where(fixed, np.inf, share.reshape(n_kv_heads, group, pages).mean(axis=1))
+        rank = share.reshape(n_kv_heads, group, pages).mean(axis=1)
         families, heads = n_kv_heads, group  # the query heads of a group decide together
-    order = np.lexsort((rank, np.broadcast_to(fixed, rank.shape)), axis=1)  # protected last, behind unknown ones too
+    order = np.lexsort((rank, np.broadcast_to(fixed, rank.shape)), axis=1)  # protected pages last, unknown ones too
     position = np.repeat(order, heads, axis=0)
     sorted_up = np.take_along_axis(weight_up, position, axis=1)
     sorted_lo = np.take_along_axis(weight_lo, position, axis=1)
