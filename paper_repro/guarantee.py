@@ -11,16 +11,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from entropic_ctl.signals import Finish, Request, StepPlan, StepResult
+from entropic_ctl.collectors import Collector
+from entropic_ctl.signals import Finish, StepPlan, StepResult
 
-__all__ = ["Guarantee", "Tee"]
+__all__ = ["Guarantee"]
 
 SLACK = 1e-9
 """Relative slack for the float64 logarithm that turns a mass bound into nats."""
 
 
 @dataclass
-class Guarantee:
+class Guarantee(Collector):
     """Counts pruned decode rows and those whose certificate exceeds their budget."""
 
     rows: int = 0
@@ -31,12 +32,6 @@ class Guarantee:
     mass_max: float = 0.0
     certificate_max: float = 0.0
     kept_sum: float = 0.0
-
-    def submitted(self, request: Request) -> None:
-        """Nothing to watch."""
-
-    def refused(self, finish: Finish) -> None:
-        """Nothing to watch."""
 
     def step(self, plan: StepPlan, result: StepResult, finished: tuple[Finish, ...]) -> None:  # noqa: ARG002
         """Check one iteration."""
@@ -64,25 +59,3 @@ class Guarantee:
     def kept_mean(self) -> float:
         """Share of pages read, mean over pruned decode rows; NaN if nothing was pruned."""
         return self.kept_sum / self.rows if self.rows else math.nan
-
-
-class Tee:
-    """Feeds several collectors with the same events."""
-
-    def __init__(self, *collectors: object) -> None:
-        self._collectors = collectors
-
-    def submitted(self, request: Request) -> None:
-        """Pass on."""
-        for collector in self._collectors:
-            collector.submitted(request)  # type: ignore[attr-defined]
-
-    def refused(self, finish: Finish) -> None:
-        """Pass on."""
-        for collector in self._collectors:
-            collector.refused(finish)  # type: ignore[attr-defined]
-
-    def step(self, plan: StepPlan, result: StepResult, finished: tuple[Finish, ...]) -> None:
-        """Pass on."""
-        for collector in self._collectors:
-            collector.step(plan, result, finished)  # type: ignore[attr-defined]

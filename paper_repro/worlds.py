@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from entropic_ctl.certificates import Verdict, micro_digest
+from entropic_ctl.collectors import Tee
 from entropic_ctl.config import LoopConfig, RunConfig
 from entropic_ctl.metrics import Metrics
 from paper_repro.arms import with_loop, with_seed
-from paper_repro.guarantee import Guarantee, Tee
+from paper_repro.guarantee import Guarantee
 
 __all__ = ["COLUMNS", "Certifier", "RealEngine", "Simulation", "row"]
 
