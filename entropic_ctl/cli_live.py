@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
@@ -15,9 +14,11 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from entropic_ctl.signals import Finish, Request, StepPlan, StepResult
+from entropic_ctl.cli_console import console
+from entropic_ctl.collectors import Collector
+from entropic_ctl.signals import Finish, StepPlan, StepResult
 
-__all__ = ["GenerationView", "Tee", "progress", "sparkline"]
+__all__ = ["GenerationView", "progress", "sparkline"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _EVERY_S = 2.0
@@ -38,14 +39,14 @@ def sparkline(values: Sequence[float], width: int, top: float | None = None) -> 
 @contextmanager
 def progress(title: str, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str, float], None]]:
     """Yield ``report(what, share)``; on a terminal a bar, otherwise a line every two seconds, on standard error."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    screen = console(stderr=True, soft_wrap=True)
+    if not screen.is_terminal:
         last = [clock()]
 
         def line(what: str, share: float) -> None:
             if clock() - last[0] >= _EVERY_S:
                 last[0] = clock()
-                console.print(f"[{100 * share:3.0f}%] {what}", markup=False, highlight=False, soft_wrap=True)
+                screen.print(f"[{100 * share:3.0f}%] {what}")
 
         yield line
         return
@@ -55,7 +56,7 @@ def progress(title: str, clock: Callable[[], float] = time.monotonic) -> Iterato
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*layout, console=console, transient=True) as bar:
+    with Progress(*layout, console=screen, transient=True) as bar:
         task = bar.add_task("", total=1.0, title=title)
 
         def report(what: str, share: float) -> None:
@@ -64,29 +65,7 @@ def progress(title: str, clock: Callable[[], float] = time.monotonic) -> Iterato
         yield report
 
 
-class Tee:
-    """Feeds several collectors with the same events."""
-
-    def __init__(self, *collectors: Any) -> None:
-        self._collectors = collectors
-
-    def submitted(self, request: Request) -> None:
-        """A request entered."""
-        for collector in self._collectors:
-            collector.submitted(request)
-
-    def refused(self, finish: Finish) -> None:
-        """A request was refused."""
-        for collector in self._collectors:
-            collector.refused(finish)
-
-    def step(self, plan: StepPlan, result: StepResult, finished: tuple[Finish, ...]) -> None:
-        """One iteration is over."""
-        for collector in self._collectors:
-            collector.step(plan, result, finished)
-
-
-class GenerationView:
+class GenerationView(Collector):
     """The live view of one request: text, entropy, temperature, budget, pages read.
 
     A collector like :class:`entropic_ctl.metrics.Metrics` (the engine feeds it) that draws itself on a terminal.
@@ -113,12 +92,6 @@ class GenerationView:
     def add_text(self, text: str) -> None:
         """Append text that became certain."""
         self._text += text
-
-    def submitted(self, request: Request) -> None:
-        """Note nothing: one request is shown."""
-
-    def refused(self, finish: Finish) -> None:
-        """Note nothing: the caller prints why."""
 
     def step(self, plan: StepPlan, result: StepResult, finished: tuple[Finish, ...]) -> None:  # noqa: ARG002
         """Take in one iteration and redraw."""
