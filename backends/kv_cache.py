@@ -16,6 +16,7 @@ them. Pools are uninitialised memory, so a large pool costs only the pages used 
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -151,8 +152,17 @@ class PagedKVCache:
         self.n_pages, self.page_tokens = pages, page_tokens
         self.dtype, self.device = dtype, torch.device(device)
         shape = (n_layers, pages, n_kv_heads, page_tokens, head_dim)
-        self.k = torch.empty(shape, dtype=dtype, device=self.device)
-        self.v = torch.empty(shape, dtype=dtype, device=self.device)
+        try:
+            self.k = torch.empty(shape, dtype=dtype, device=self.device)
+            self.v = torch.empty(shape, dtype=dtype, device=self.device)
+        except (RuntimeError, TypeError, MemoryError):  # torch: out of memory, or more bytes than it can count
+            raise BadInputError(
+                f"no memory for a KV cache of {2 * math.prod(shape) * dtype.itemsize / 2**30:,.1f} GiB",
+                where="PagedKVCache",
+                field="pages",
+                value=pages,
+                remedy="lower engine.pages or engine.page_tokens",
+            ) from None
         self.sealed: npt.NDArray[np.bool_] = np.zeros(pages, np.bool_)
         self._shadow: Shadow | None = None
 

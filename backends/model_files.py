@@ -29,7 +29,7 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
         raise BadInputError(f"cannot read: {error.strerror}", where=str(path)) from None
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise BadInputError(f"not JSON: {error}", where=str(path), remedy="get the model's files again") from None
     if not isinstance(values, dict):
         raise BadInputError("not a JSON object", where=str(path), value=values)
@@ -80,7 +80,8 @@ def check_folder(folder: Path) -> str:
 
 def _check_decoder(config: Mapping[str, Any], where: str) -> None:
     architectures = config.get("architectures") or []
-    decoder = any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in architectures)
+    names = [str(name) for name in architectures] if isinstance(architectures, list) else []
+    decoder = any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names)
     if config.get("is_encoder_decoder") or not decoder:
         raise BadInputError(
             "not a decoder",
@@ -121,7 +122,7 @@ def check_safetensors(path: Path) -> frozenset[str]:
         try:
             header = json.loads(handle.read(length))
             end = max((int(t["data_offsets"][1]) for n, t in header.items() if n != "__metadata__"), default=0)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):
             raise BadInputError("damaged safetensors header", where=where, remedy=remedy) from None
     if size != 8 + length + end:
         raise BadInputError(

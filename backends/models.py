@@ -79,6 +79,10 @@ class LoadedModel:
         """Return the token ids of a prompt, as a user turn of the chat template when the model has one and ``chat``."""
         if self.tokenizer is None:
             raise BadInputError("the model has no tokenizer", where=self.name, remedy="submit token ids")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:  # bytes of another encoding arrive as lone surrogates
+            raise BadInputError("not Unicode text", field="prompt", value=text[error.start : error.end]) from None
         if chat and getattr(self.tokenizer, "chat_template", None):
             messages = [{"role": "user", "content": text}]
             text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -115,8 +119,8 @@ def load(path: str | Path = DEFAULT, dtype: str = "bfloat16", device: str = "cpu
     torch_dtype = getattr(torch, dtype)
     try:
         target = torch.device(device)
-        torch.empty(0, device=target)
-    except (RuntimeError, AssertionError) as error:
+        torch.empty(0, device=target).cpu()  # the device "meta" holds no data
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise BadInputError(
             f"no such device here: {str(error).splitlines()[0]}", field="device", value=device, remedy="try 'cpu'"
         ) from None
@@ -256,6 +260,10 @@ def _read_folder(folder: Path, dtype: Any) -> tuple[Any, Any]:
 
     with quiet():
         try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # noqa: BLE001 - configuration classes raise anything on a bad value
+            raise _refusal("configuration", folder / "config.json", error) from None
+        try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # noqa: BLE001 - tokenizer classes raise anything on a damaged file
             raise _refusal("tokenizer", folder, error) from None
@@ -264,14 +272,18 @@ def _read_folder(folder: Path, dtype: Any) -> tuple[Any, Any]:
                 "the tokenizer has no vocabulary", where=str(folder), field="tokenizer", value=len(tokenizer)
             )
         try:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
             config.transformers_weights = weights  # the file that was checked, whatever else lies there
             model, info = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+                folder,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # to name them: they are refused below
             )
         except Exception as error:  # noqa: BLE001 - as above
             raise _refusal("weights", folder, error) from None
-    _refuse_partial(info, folder)
+    _refuse_partial(info, folder, int(getattr(model.config, "num_hidden_layers", 0) or 0))
     return model, tokenizer
 
 
@@ -298,7 +310,7 @@ def read_gguf(path: Path, dtype: Any) -> tuple[Any, Any]:
             )
         except Exception as error:  # noqa: BLE001 - readers raise anything on a damaged file
             raise _refusal("GGUF", path, error) from None
-    _refuse_partial(info, path)
+    _refuse_partial(info, path, int(model.config.num_hidden_layers))
     for name in ("hf_quantizer",):
         if hasattr(model, name):
             delattr(model, name)
@@ -308,12 +320,28 @@ def read_gguf(path: Path, dtype: Any) -> tuple[Any, Any]:
     return model, tokenizer
 
 
+def _layer(tensor: str) -> int:
+    """Return the layer a tensor's name puts it in, or -1."""
+    numbers = [int(part) for part in tensor.split(".") if part.isdecimal()]
+    return numbers[0] if numbers else -1
+
+
 def _refusal(part: str, place: Path, error: Exception) -> BadInputError:
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return BadInputError(f"cannot read the {part}: {first}", where=str(place), remedy="get the model's files again")
+    said = " ".join(str(error).split())[:300] or type(error).__name__
+    return BadInputError(f"cannot read the {part}: {said}", where=str(place), remedy="get the model's files again")
 
 
-def _refuse_partial(info: dict[str, Any], place: Path) -> None:
+def _refuse_partial(info: dict[str, Any], place: Path, layers: int) -> None:
+    """Refuse a checkpoint that fills the model only in part, or of which whole layers would be left out."""
+    unused = sorted(str(key) for key in info.get("unexpected_keys") or () if _layer(str(key)) >= layers)
+    if unused:
+        raise BadInputError(
+            f"the weights have layers the configuration does not name: {len(unused)} tensors",
+            where=str(place),
+            field=unused[0],
+            allowed=f"layers 0 to {layers - 1}",
+            remedy="correct num_hidden_layers in config.json, or get the model's files again",
+        )
     missing = sorted(info.get("missing_keys") or ())
     mismatched = sorted(str(key) for key in info.get("mismatched_keys") or ())
     if missing or mismatched:

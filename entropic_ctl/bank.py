@@ -13,8 +13,10 @@ Written by ``entropic record`` (``backends.record``), read by ``sim.trajectories
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropic_ctl.errors import BadInputError
+from entropic_ctl.results import atomic
 
 __all__ = ["SCHEMA", "Bank", "load", "save"]
 
@@ -30,6 +33,9 @@ SCHEMA = 1
 
 _TOKENS = ("model_entropy", "entropy_grid", "varentropy_grid")
 _RESPONSE = ("kept", "certificate_mean", "certificate_max", "mass_mean", "kl", "entropy_shift")
+_TABLES = ("entropy_grid", "varentropy_grid", *_RESPONSE)
+_KINDS = {"prompt_kind": "iu", "prompt": "iu", "offset": "iu", "ended": "b"}  # NumPy kinds; floats otherwise
+_KIND_NAMES = {"iu": "integers", "b": "booleans", "f": "floats"}
 
 
 @dataclass(frozen=True)
@@ -94,8 +100,22 @@ def _validate(bank: Bank) -> None:
     def refuse(field: str, problem: str) -> None:
         raise BadInputError(problem, where="entropy bank", field=field, remedy="record it anew with `entropic record`")
 
-    if bank.meta.get("schema") != SCHEMA:
+    meta: object = bank.meta
+    if not isinstance(meta, dict):
+        refuse("meta", "not a table of names")
+    elif bank.meta.get("schema") != SCHEMA:
         refuse("meta.schema", f"schema {bank.meta.get('schema')!r} is not {SCHEMA}")
+    vocabulary = bank.meta.get("vocab_size")
+    if isinstance(vocabulary, bool) or not isinstance(vocabulary, int) or not 2 <= vocabulary < 2**31:
+        refuse("meta.vocab_size", "not a vocabulary size")
+    for item in dataclasses.fields(bank):
+        if item.name == "meta":
+            continue
+        values, kinds = getattr(bank, item.name), _KINDS.get(item.name, "f")
+        if not isinstance(values, np.ndarray) or values.dtype.kind not in kinds:
+            refuse(item.name, f"not an array of {_KIND_NAMES[kinds]}")
+        if values.ndim != (2 if item.name in _TABLES else 1):
+            refuse(item.name, "wrong number of axes")
     tokens, trajectories = bank.model_entropy.shape[0], bank.temperature.shape[0]
     grid_shape, response_shape = (tokens, bank.grid.shape[0]), (bank.context.shape[0], bank.theta.shape[0])
     if bank.offset.shape != (trajectories + 1,) or bank.offset[0] != 0 or bank.offset[-1] != tokens:
@@ -123,18 +143,23 @@ def _validate(bank: Bank) -> None:
             refuse(name, "not finite")
         if name != "entropy_shift" and (values < 0).any():
             refuse(name, "negative")
+    if (bank.kept > 1).any() or (bank.mass_mean > 1).any():
+        refuse("kept, mass_mean", "a share above 1")
 
 
 def save(bank: Bank, path: str | Path) -> None:
-    """Write a bank atomically (a temporary file in the same folder, then a rename); grids are stored as float16."""
-    path = Path(path)
+    """Write a bank atomically (a temporary file in the same folder, then a rename); grids are stored as float16.
+
+    Raises
+    ------
+    BadInputError
+        If the file cannot be written.
+    """
     arrays: dict[str, Any] = {name: value for name, value in vars(bank).items() if name != "meta"}
     for name in _TOKENS:
         arrays[name] = arrays[name].astype(np.float16)
-    temporary = path.with_name(path.name + ".part")
-    with temporary.open("wb") as handle:
+    with atomic(Path(path)) as temporary, temporary.open("wb") as handle:
         np.savez_compressed(handle, meta=np.frombuffer(json.dumps(bank.meta).encode(), np.uint8), **arrays)
-    temporary.replace(path)
 
 
 def load(path: str | Path) -> Bank:
@@ -147,18 +172,21 @@ def load(path: str | Path) -> Bank:
     """
     where = str(path)
     try:
-        with np.load(path, allow_pickle=False) as data:
-            arrays = {name: data[name] for name in data.files}
+        with Path(path).open("rb") as handle:
+            data: Any = np.load(handle, allow_pickle=False)
+            arrays = {name: data[name] for name in data.files} if hasattr(data, "files") else {}
     except OSError as error:
         raise BadInputError(f"cannot read entropy bank: {error.strerror or error}", where=where) from None
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise BadInputError(f"not an entropy bank: {error}", where=where) from None
+    except (ValueError, EOFError, MemoryError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error) as e:
+        raise BadInputError(f"not an entropy bank: {e}", where=where) from None
     try:
         meta = json.loads(bytes(arrays.pop("meta")).decode())
         for name in _TOKENS:
             arrays[name] = arrays[name].astype(np.float32)
         return Bank(meta=meta, **arrays)
+    except BadInputError as error:
+        raise error.inside(where) from None
     except KeyError as error:
         raise BadInputError("table missing", where=where, field=str(error)) from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise BadInputError(f"not an entropy bank: {error}", where=where) from None

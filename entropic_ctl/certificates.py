@@ -138,6 +138,10 @@ def read_certificate(path: str | Path) -> Mapping[str, Any]:
         ) from None
     except RecursionError:
         raise BadInputError("nested too deeply", where=where) from None
+    except BadInputError:
+        raise
+    except ValueError as error:  # an integer with thousands of digits
+        raise BadInputError(f"not JSON: {str(error).partition(':')[0]}", where=where) from None
     if not isinstance(values, dict):
         raise BadInputError("not a JSON object", where=where, value=values)
     return values

@@ -7,18 +7,18 @@ files, progress to standard error.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from typer.core import TyperGroup
 
-from entropic_ctl.errors import EntropicError
+from entropic_ctl.cli_console import console, drop_stdout, tolerate_any_encoding
+from entropic_ctl.errors import EntropicError, one_line
 
 __all__ = ["app", "main"]
 
@@ -37,12 +37,21 @@ class _Guarded(TyperGroup):
             _complain("interrupted" + (f"; what was finished is in {kept}" if kept else ""))
             raise typer.Exit(130) from None
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            drop_stdout()
             raise typer.Exit(0) from None
+        except OSError as error:  # a full disk, a name too long, a folder without permission: nobody's bug
+            if error.filename is None:
+                drop_stdout()
+            _complain(f"{error.filename or 'output'}: {error.strerror or error}")
+            raise typer.Exit(2) from None
+        except MemoryError:
+            _complain("not enough memory; lower engine.pages, engine.max_live or workload.n_requests")
+            raise typer.Exit(2) from None
 
 
 def _complain(message: str) -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"entropic: {message}", markup=False)
+    with contextlib.suppress(OSError):  # nobody reads standard error: the exit status has to do
+        console(stderr=True, soft_wrap=True).print(one_line(f"entropic: {message}"))
 
 
 app = typer.Typer(
@@ -361,6 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     2-core machine an engine step then costs what it costs with full spinning (33 ms); with one core taken by another
     process it costs 60 ms instead of 400 or more, because a spinning thread keeps the one it waits for off the core.
     """
+    tolerate_any_encoding()
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read once, when torch is first imported
     app(args=list(arguments) if arguments is not None else None, prog_name="entropic")
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from entropic_ctl import cli_live, cli_output, cli_run
+from entropic_ctl.cli_console import console, write
 from entropic_ctl.collectors import Tee
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FinishReason
@@ -27,7 +25,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
         raise BadInputError("give exactly one prompt", where="generate", allowed="--prompt TEXT or --prompt-file FILE")
     if prompt_file is not None:
         try:
-            prompt = prompt_file.read_text(encoding="utf-8")
+            prompt = prompt_file.read_text(encoding="utf-8-sig")
         except OSError as error:
             raise BadInputError(f"cannot read prompt: {error.strerror}", where=str(prompt_file)) from None
         except UnicodeDecodeError as error:
@@ -53,50 +51,55 @@ def generate(
     uncertified: bool,
     seed: int | None,
 ) -> None:
-    """Run one request to its end; the text goes to standard output."""
+    """Run one request to its end; the text goes to standard output, and an interrupt keeps what there is of it."""
     text = read_prompt(prompt, prompt_file)
-    cli_output.check_file(json_file, "--json")
-    cli_output.check_file(log, "--log")
     config = cli_run.with_overrides(cli_run.load_config(config_file), seed=seed, model=model)
+    inputs = (prompt_file, config_file, certificate)
+    cli_output.check_file(json_file, "--json", *inputs, log)
+    cli_output.check_file(log, "--log", *inputs)
     loaded = cli_run.load_model(config)
     verdict = cli_run.certify(config, loaded.vocab_size, certificate, uncertified=uncertified)
     metrics = cli_run.need("entropic_ctl.metrics", "").Metrics(config.engine.page_tokens, keep_tokens=True)
-    console = Console()
-    view = cli_live.GenerationView(console)
+    screen = console()
+    view = cli_live.GenerationView(screen)
     sampling = cli_run.need("backends.sampling", "engine")
     params = sampling.SamplingParams(max_new_tokens=max_tokens, seed=config.seed, greedy=greedy, stop=stop)
-    engine = cli_run.need("backends.engine", "engine").Engine(
-        config,
-        loaded,
-        verdict=verdict,
-        uncertified=uncertified,
-        recorder=cli_run.recorder(log),
-        metrics=Tee(metrics, view),
-    )
+    tee, recorder = Tee(metrics, view), cli_run.recorder(log)
+    with cli_run.placed(config_file):
+        engine = cli_run.need("backends.engine", "engine").Engine(
+            config, loaded, verdict=verdict, uncertified=uncertified, recorder=recorder, metrics=tee
+        )
     number = engine.submit(text, params, chat=chat)
-    if console.is_terminal:
-        with view.showing():
-            engine.run(on_text=lambda _, piece: view.add_text(piece))
-        console.print(engine.outputs[number].text, markup=False, highlight=False)
-    else:
-        engine.run(on_text=_stream)
-        sys.stdout.write("\n")
     output = engine.outputs[number]
-    if output.finish is not None and output.finish.reason is FinishReason.REJECTED:
+    stopped: KeyboardInterrupt | OSError | None = None
+    try:
+        if screen.is_terminal:
+            with view.showing():
+                engine.run(on_text=lambda _, piece: view.add_text(piece))
+        else:
+            engine.run(on_text=lambda _, piece: write(piece))
+    except (KeyboardInterrupt, OSError) as error:  # interrupted, or nobody can read the text any more
+        stopped = error
+    reason = output.finish.reason if output.finish is not None else None
+    if reason is FinishReason.REJECTED:
         raise BadInputError(f"the request can never be served: {output.finish.detail}", where="generate")
-    summary = metrics.summary()
     report = {
         "text": output.text,
-        "finish": str(output.finish.reason) if output.finish else None,
+        "finish": str(reason) if reason is not None else "interrupted",
         "prompt_tokens": len(output.prompt_ids),
         "output_tokens": len(output.token_ids),
-        "summary": summary,
+        "summary": metrics.summary(),
     }
     cli_run.write_json(json_file, report, config)
-    note = f"{len(output.token_ids)} tokens, finish: {report['finish']}"
-    Console(stderr=True, highlight=False).print(note, style="dim")
-
-
-def _stream(_: int, piece: str) -> None:
-    sys.stdout.write(piece)
-    sys.stdout.flush()
+    if isinstance(stopped, OSError):
+        raise stopped
+    write(output.text + "\n" if screen.is_terminal else "\n")
+    if stopped is not None:
+        raise cli_output.Interrupted(json_file) if json_file is not None else stopped
+    if reason is FinishReason.EMPTY_SUPPORT:
+        raise BadInputError(
+            "the model gave no token a finite logit",
+            where=loaded.name,
+            remedy="its weights are damaged, or overflow in this dtype: get them again, or set model.dtype = 'float32'",
+        )
+    console(stderr=True).print(f"{len(output.token_ids)} tokens, finish: {report['finish']}", style="dim")

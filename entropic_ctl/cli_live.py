@@ -14,6 +14,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from entropic_ctl.cli_console import console
 from entropic_ctl.collectors import Collector
 from entropic_ctl.signals import Finish, StepPlan, StepResult
 
@@ -38,14 +39,14 @@ def sparkline(values: Sequence[float], width: int, top: float | None = None) -> 
 @contextmanager
 def progress(title: str, clock: Callable[[], float] = time.monotonic) -> Iterator[Callable[[str, float], None]]:
     """Yield ``report(what, share)``; on a terminal a bar, otherwise a line every two seconds, on standard error."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    screen = console(stderr=True, soft_wrap=True)
+    if not screen.is_terminal:
         last = [clock()]
 
         def line(what: str, share: float) -> None:
             if clock() - last[0] >= _EVERY_S:
                 last[0] = clock()
-                console.print(f"[{100 * share:3.0f}%] {what}", markup=False, highlight=False, soft_wrap=True)
+                screen.print(f"[{100 * share:3.0f}%] {what}")
 
         yield line
         return
@@ -55,7 +56,7 @@ def progress(title: str, clock: Callable[[], float] = time.monotonic) -> Iterato
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*layout, console=console, transient=True) as bar:
+    with Progress(*layout, console=screen, transient=True) as bar:
         task = bar.add_task("", total=1.0, title=title)
 
         def report(what: str, share: float) -> None:

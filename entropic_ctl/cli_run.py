@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from entropic_ctl import certificates, cli_live, cli_output
 from entropic_ctl import config as configs
 from entropic_ctl.certificates import Verdict
+from entropic_ctl.cli_console import console
 from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import BadInputError
 
@@ -28,6 +29,7 @@ __all__ = [
     "load_config",
     "load_model",
     "need",
+    "placed",
     "prove",
     "record",
     "recorder",
@@ -61,6 +63,17 @@ def need(module: str, extra: str) -> Any:
             where="entropic",
             remedy=f"pip install 'entropic-ctl[{extra}]'",
         ) from None
+
+
+@contextlib.contextmanager
+def placed(path: Path | None) -> Iterator[None]:
+    """Name ``path`` in errors of the block that name no file: those of code that was handed values, not a file."""
+    try:
+        yield
+    except BadInputError as error:
+        if path is None or not (error.where or "none").isidentifier():
+            raise
+        raise error.inside(str(path)) from None
 
 
 def load_config(path: Path | None) -> RunConfig:
@@ -104,7 +117,8 @@ def certify(config: RunConfig, vocab_size: int, certificate: Path | None, *, unc
     checker = need("proofs.check", "proofs")
     if given is None:
         given = need("proofs.search", "proofs").prove(config, vocab_size)
-    verdict: Verdict = checker.check(given, config, vocab_size)
+    with placed(certificate):
+        verdict: Verdict = checker.check(given, config, vocab_size)
     return verdict
 
 
@@ -125,11 +139,11 @@ def recorder(path: Path | None) -> Any:
 def _show(title: str, values: Mapping[str, Any]) -> None:
     """Print a table of numbers on standard output."""
     table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(justify="right")
+    table.add_column(style="bold", overflow="fold")
+    table.add_column(justify="right", overflow="fold")
     for name, value in _leaves(values):
         table.add_row(name, _text(value))
-    Console(highlight=False).print(table)
+    console().print(table)
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -151,7 +165,7 @@ def _text(value: Any) -> str:
 
 
 def _say(message: str) -> None:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(message, markup=False)
+    console(stderr=True, soft_wrap=True).print(message)
 
 
 def _bank_vocabulary(config: RunConfig) -> int:
@@ -164,27 +178,27 @@ def _bank_vocabulary(config: RunConfig) -> int:
 
 def demo(out: Path, *, seed: int, force: bool, json_file: Path | None) -> int:
     """Run the demonstration; 1 if a guarantee was violated."""
-    cli_output.check_file(json_file, "--json")
+    cli_output.check_file(json_file, "--json", out)
     module = need("paper_repro.demo", "all")
     subject = {"command": "demo", "seed": seed}
     with cli_output.folder(out, subject, force=force) as work, cli_live.progress("demo") as report:
         outcome = module.run(work, seed=seed, progress=report)
-    outcome.show(Console(highlight=False))
-    _say(f"report: {out / 'report.html'}")
     write_json(json_file, outcome.numbers, outcome.config)
+    outcome.show(console())
+    _say(f"report: {out / 'report.html'}")
     return 1 if outcome.violations else 0
 
 
 def repro(out: Path, *, quick: bool, seed: int, repeats: int | None, force: bool, json_file: Path | None) -> int:
     """Run the ablation in both worlds; 1 if a guarantee was violated."""
-    cli_output.check_file(json_file, "--json")
+    cli_output.check_file(json_file, "--json", out)
     module = need("paper_repro.repro", "all")
     subject = {"command": "repro", "seed": seed, "quick": quick, "repeats": repeats}
     with cli_output.folder(out, subject, force=force) as work, cli_live.progress("repro") as report:
         outcome = module.run(work, quick=quick, seed=seed, repeats=repeats, progress=report)
-    outcome.show(Console(highlight=False))
-    _say(f"report: {out / 'report.html'}")
     write_json(json_file, outcome.numbers, outcome.config)
+    outcome.show(console())
+    _say(f"report: {out / 'report.html'}")
     return 1 if outcome.violations else 0
 
 
@@ -206,8 +220,10 @@ def simulate(
     force: bool,
 ) -> None:
     """Simulate a config."""
-    cli_output.check_file(json_file, "--json")
     config = with_overrides(load_config(config_file), seed=seed, trace=trace)
+    cli_output.check_file(
+        json_file, "--json", out, config_file, trace, certificate, config.cost.bank, config.workload.trace
+    )
     verdict = certify(config, _bank_vocabulary(config), certificate, uncertified=uncertified)
     replica = need("sim.replica", "sim")
 
@@ -215,7 +231,8 @@ def simulate(
         def progress(left: int, total: int, now_s: float) -> None:
             report(f"{left:,} of {total:,} requests, {now_s:,.1f} s simulated", left / max(1, total))
 
-        return replica.simulate(config, verdict=verdict, uncertified=uncertified, progress=progress)
+        with placed(config_file):
+            return replica.simulate(config, verdict=verdict, uncertified=uncertified, progress=progress)
 
     if out is None:
         with cli_live.progress("simulate") as report:
@@ -229,14 +246,14 @@ def simulate(
             results.write_table(work / "requests.parquet", result.requests, stamp)
             results.write_table(work / "steps.parquet", result.steps, stamp)
             results.write_json(work / "summary.json", {"summary": result.summary, "stamp": stamp})
-    _show("simulation", result.summary)
     write_json(json_file, {"summary": result.summary}, config)
+    _show("simulation", result.summary)
 
 
 def record(out: Path, *, model: str | None, seed: int, quick: bool, json_file: Path | None) -> None:
     """Record an entropy bank."""
     cli_output.check_file(out, "--out")
-    cli_output.check_file(json_file, "--json")
+    cli_output.check_file(json_file, "--json", out)
     recording = need("backends.record", "engine")
     config = with_overrides(RunConfig(), seed=seed, model=model)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="float32"))  # KL needs it
@@ -252,28 +269,28 @@ def record(out: Path, *, model: str | None, seed: int, quick: bool, json_file: P
         )
     need("entropic_ctl.bank", "").save(bank, out)
     numbers = {"tokens": int(bank.model_entropy.shape[0]), "trajectories": int(bank.temperature.shape[0])}
-    _show(str(out), numbers)
     write_json(json_file, numbers, config)
+    _show(str(out), numbers)
 
 
 def _tell(verdict: Verdict, json_file: Path | None, config: RunConfig) -> int:
     """Print a verdict, write it, and return the exit status."""
     limit = f"\nlargest certified gain: below {verdict.limit:.6g}" if verdict.limit == verdict.limit else ""
     colour = {"proved": "green", "refuted": "red"}.get(verdict.status, "yellow")
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{verdict.status}: {verdict.theorem}", style=colour, markup=False)
-    console.print(f"{verdict.reason}{limit}", markup=False)
     values = dataclasses.asdict(verdict)
     values["limit"] = values["limit"] if values["limit"] == values["limit"] else None
     write_json(json_file, {"verdict": values}, config)
+    screen = console(soft_wrap=True)
+    screen.print(f"{verdict.status}: {verdict.theorem}", style=colour)
+    screen.print(f"{verdict.reason}{limit}")
     return 0 if verdict.status == "proved" else 1
 
 
 def prove(config_file: Path, *, out: Path, vocab: int | None, json_file: Path | None) -> int:
     """Search a proof, write it, check it."""
-    cli_output.check_file(out, "--out")
-    cli_output.check_file(json_file, "--json")
     config = load_config(config_file)
+    cli_output.check_file(out, "--out", config_file, config.cost.bank)
+    cli_output.check_file(json_file, "--json", out, config_file, config.cost.bank)
     vocab = vocab if vocab is not None else _bank_vocabulary(config)
     certificate = need("proofs.search", "proofs").prove(config, vocab)
     need("entropic_ctl.results", "sim").write_json(out, certificate)
@@ -283,7 +300,7 @@ def prove(config_file: Path, *, out: Path, vocab: int | None, json_file: Path | 
 
 def check(certificate: Path, config_file: Path | None, *, vocab: int | None, json_file: Path | None) -> int:
     """Check a certificate, against a config if one is given, else against the law written in it."""
-    cli_output.check_file(json_file, "--json")
+    cli_output.check_file(json_file, "--json", certificate, config_file)
     values = certificates.read_certificate(certificate)
     try:
         own = configs.from_mapping(
@@ -301,26 +318,28 @@ def check(certificate: Path, config_file: Path | None, *, vocab: int | None, jso
             remedy="make one with `entropic prove`",
         ) from None
     config = own if config_file is None else load_config(config_file)
-    return _tell(need("proofs.check", "proofs").check(values, config, size), json_file, config)
+    with placed(certificate):
+        verdict = need("proofs.check", "proofs").check(values, config, size)
+    return _tell(verdict, json_file, config)
 
 
 def replay(log: Path, *, tolerance: float, json_file: Path | None) -> int:
     """Replay a log; 1 if a decision differs."""
-    cli_output.check_file(json_file, "--json")
+    cli_output.check_file(json_file, "--json", log)
     report = need("entropic_ctl.replay", "").replay(log, tolerance=tolerance)
     values = dataclasses.asdict(report)
-    _show("replay", values)
     write_json(json_file, values, {"command": "replay", "log": log.name, "tolerance": tolerance})
+    _show("replay", values)
     return 0 if report.equal else 1
 
 
 def bench_sim(trace: Path | None, *, loop: bool, json_file: Path | None) -> None:
     """Benchmark the simulator."""
-    cli_output.check_file(json_file, "--json")
+    cli_output.check_file(json_file, "--json", trace)
     benchmark = need("sim.bench", "sim")
     values = benchmark.bench(trace, loop=loop)
-    _show("simulator", values)
     write_json(json_file, values, benchmark.bench_config(trace, loop=loop))
+    _show("simulator", values)
 
 
 def bench_engine(model: str | None, *, json_file: Path | None) -> None:
@@ -329,8 +348,8 @@ def bench_engine(model: str | None, *, json_file: Path | None) -> None:
     config = with_overrides(RunConfig(), model=model)
     loaded = load_model(config)
     values = need("backends.bench", "engine").bench_engine(loaded, progress=_say)
-    _show("engine", values)
     write_json(json_file, values, {"command": "bench engine", "model": dataclasses.asdict(config.model)})
+    _show("engine", values)
 
 
 def bench_certificate(context: int, theta: float, model: str | None, *, json_file: Path | None) -> int:
@@ -343,7 +362,7 @@ def bench_certificate(context: int, theta: float, model: str | None, *, json_fil
     loaded.model.set_attn_implementation(need("backends.attention", "engine").register())
     _say(f"decode the end of {context:,} tokens, pruned and dense")
     values = dataclasses.asdict(audit.audit_certificate(loaded.model, tokens, theta))
-    _show("certificate", values)
     settings = {"command": "bench certificate", "context": context, "theta_nats": theta}
     write_json(json_file, values, {**settings, "model": dataclasses.asdict(config.model)})
+    _show("certificate", values)
     return 1 if values["violations"] or values["over_budget"] else 0

@@ -77,7 +77,7 @@ class EngineConfig:
     """Limits of one replica, the same for the simulator and the real engine."""
 
     page_tokens: int = fields.integer(16, 1, 1024, "tokens per KV page")
-    pages: int = fields.integer(2048, 1, 2**31 - 1, "pages in the KV pool")
+    pages: int = fields.integer(2048, 1, 2**24, "pages in the KV pool")
     max_batch: int = fields.integer(8, 1, 65536, "B: rows that run in one step")
     max_batch_tokens: int = fields.integer(512, 1, 2**24, "tokens one step can run")
     prefill_chunk: int = fields.integer(256, 1, 2**24, "most prompt tokens of one request in one step")
@@ -249,7 +249,7 @@ def load(path: str | Path) -> RunConfig:
     """
     where = str(path)
     try:
-        source = Path(path).read_bytes().decode("utf-8")
+        source = Path(path).read_bytes().decode("utf-8-sig")  # editors on Windows put a byte-order mark first
         values = tomllib.loads(source)
     except OSError as error:
         raise BadInputError(
@@ -259,6 +259,10 @@ def load(path: str | Path) -> RunConfig:
         raise BadInputError(f"not UTF-8 at byte {error.start}", where=where, allowed="TOML in UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise BadInputError(f"not TOML: {error}", where=where) from None
+    except RecursionError:
+        raise BadInputError("not TOML: nested too deeply", where=where) from None
+    except ValueError as error:  # an integer with thousands of digits
+        raise BadInputError(f"not TOML: {str(error).partition(':')[0]}", where=where) from None
     return from_mapping(values, where=where, source=source)
 
 

@@ -8,9 +8,29 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["BadInputError", "EntropicError", "NoProgressError", "UncertifiedError"]
+__all__ = ["BadInputError", "EntropicError", "NoProgressError", "UncertifiedError", "one_line"]
 
 _UNSET: Any = object()
+_LONGEST = 120
+
+
+def one_line(message: str) -> str:
+    r"""Return a message with everything that would break or colour a line (in names a user chose) written as escapes.
+
+    Examples
+    --------
+    >>> print(one_line("a" + chr(10) + "b"))
+    a\nb
+    """
+    return "".join(c if c.isprintable() or c == "\xa0" else repr(c)[1:-1] for c in message)
+
+
+def _shown(value: object) -> str:
+    try:
+        shown = repr(value)
+    except ValueError:  # an integer with more digits than Python is willing to write
+        shown = f"a huge {type(value).__name__}"
+    return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 3] + "..."
 
 
 class EntropicError(Exception):
@@ -50,19 +70,38 @@ class BadInputError(EntropicError, ValueError):
         remedy: str | None = None,
     ) -> None:
         self.problem, self.where, self.line, self.field = problem, where, line, field
-        self.allowed, self.remedy = allowed, remedy
+        self.value, self.allowed, self.remedy = value, allowed, remedy
         place = where or ""
         if line is not None:
             place = f"{place}:{line}" if place else f"line {line}"
         parts = [f"{place}: " if place else "", f"{field}: " if field else "", problem]
         if value is not _UNSET:
-            shown = repr(value)
-            parts.append(f" (got {shown if len(shown) <= 120 else shown[:117] + '...'})")
+            parts.append(f" (got {_shown(value)})")
         if allowed:
             parts.append(f"; allowed: {allowed}")
         if remedy:
             parts.append(f"; {remedy}")
-        super().__init__("".join(parts))
+        super().__init__(one_line("".join(parts)))
+
+    def inside(self, where: str, *, line: int | None = None, field: str | None = None) -> BadInputError:
+        """Return the same error placed in a file: ``where`` goes before its own, ``line`` and ``field`` are replaced.
+
+        Parameters
+        ----------
+        where : str
+            File that carried the value.
+        line : int, optional
+        field : str, optional
+        """
+        return BadInputError(
+            self.problem,
+            where=f"{where}: {self.where}" if self.where else where,
+            line=line,
+            field=field or self.field,
+            value=self.value,
+            allowed=self.allowed,
+            remedy=self.remedy,
+        )
 
 
 class UncertifiedError(EntropicError):

@@ -86,12 +86,14 @@ def _problem(meta: Mapping[str, Any], value: object) -> str | None:
     if kind in ("text", "choice"):
         if not isinstance(value, str):
             return "not a string"
+        if "\0" in value:
+            return "holds a NUL character"
         return "not one of the choices" if kind == "choice" and value not in meta["options"] else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "not a number"
     if kind == "integer" and not isinstance(value, int):
         return "not an integer"
-    if not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         return "not finite"
     below = value <= meta["lo"] if meta.get("open_lo") else value < meta["lo"]
     return "out of range" if below or value > meta["hi"] else None
@@ -173,11 +175,8 @@ def parse(cls: type[T], values: object, *, where: str, table: str, line_of: Line
     try:
         return cls(**{name: getattr(probe, name) for name in known})
     except BadInputError as error:  # a cross-field rule: add the file
-        raise BadInputError(
-            error.problem,
-            where=where,
+        raise error.inside(
+            where,
             line=line_of(error.field) if line_of and error.field else None,
             field=f"{table}.{error.field}" if table and error.field else error.field,
-            allowed=error.allowed,
-            remedy=error.remedy,
         ) from None

@@ -14,6 +14,7 @@ from typing import IO, Any, Self
 
 import numpy as np
 
+from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import Array, Finish, LogitView, Request, StepPlan, StepResult, Tempered
 
 __all__ = ["FORMAT", "RecordedView", "Recorder", "finishes", "host_array", "plan_columns", "result_columns"]
@@ -87,21 +88,34 @@ class Recorder:
     Parameters
     ----------
     target : path or text stream
-        A path is created (an existing file is replaced) and closed by :meth:`close` or the ``with`` statement.
+        A path is created with the first event (an existing file is replaced then, not before) and closed by
+        :meth:`close` or the ``with`` statement.
+
+    Raises
+    ------
+    BadInputError
+        When the first event is written, if the file cannot be.
     """
 
     def __init__(self, target: str | Path | IO[str]) -> None:
-        self._owned = isinstance(target, str | Path)
-        self._stream: IO[str] = (
-            Path(target).open("w", encoding="utf-8", newline="\n")  # noqa: SIM115 - closed by close()
-            if isinstance(target, str | Path)
-            else target
-        )
+        self._path = Path(target) if isinstance(target, str | Path) else None
+        self._stream: IO[str] | None = None if isinstance(target, str | Path) else target
+
+    def _open(self) -> IO[str]:
+        if self._stream is None:
+            if self._path is None:
+                raise BadInputError("the log is closed", where="Recorder")
+            try:
+                self._stream = self._path.open("w", encoding="utf-8", newline="\n")
+            except OSError as error:
+                raise BadInputError(f"cannot write log: {error.strerror}", where=str(self._path)) from None
+        return self._stream
 
     def write(self, event: str, **values: Any) -> None:
         """Write one event."""
-        self._stream.write(json.dumps({"event": event, **values}, separators=(",", ":")) + "\n")
-        self._stream.flush()
+        stream = self._open()
+        stream.write(json.dumps({"event": event, **values}, separators=(",", ":")) + "\n")
+        stream.flush()
 
     def submit(self, request: Request, outcome: Finish | None) -> None:
         """Record a submission and its answer."""
@@ -123,7 +137,7 @@ class Recorder:
 
     def close(self) -> None:
         """Close the file, if the recorder opened it."""
-        if self._owned:
+        if self._path is not None and self._stream is not None:
             self._stream.close()
 
     def __enter__(self) -> Self:

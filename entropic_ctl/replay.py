@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 
 from entropic_ctl.config import LoopConfig, from_mapping
-from entropic_ctl.errors import BadInputError
+from entropic_ctl.errors import BadInputError, EntropicError
 from entropic_ctl.loop import Loop
 from entropic_ctl.recording import FORMAT, finishes, plan_columns
 from entropic_ctl.signals import Array, Finish, FinishReason, Request, StepResult
 
 __all__ = ["ReplayReport", "replay"]
+
+_MALFORMED = (EntropicError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
+"""What reading a value of the wrong type, shape or size from a log can raise, here or inside the loop."""
 
 
 @dataclass
@@ -165,6 +168,10 @@ def _step(loop: Loop, event: dict[str, Any], report: ReplayReport, tolerance: fl
         tempered = loop.temper(view)
         _compare("number of evaluations", len(view.evaluations), view.turn)
         _compare("valid", event["valid"], tempered.valid.tolist())
+        for name in ("tempered_entropy", "varentropy"):
+            told = getattr(tempered, name)
+            if not _distance(np.asarray(event[name], np.float64), told) <= tolerance:
+                raise _Different(name, event[name], told.tolist())
         error = max(view.error, _distance(np.asarray(event["temperature"], np.float64), tempered.temperature))
         report.largest_temperature_error = max(report.largest_temperature_error, error)
         if not error <= tolerance:
@@ -206,15 +213,18 @@ def replay(path: str | Path, *, tolerance: float = 1e-9, laws: tuple[Any, Any, A
         raise BadInputError("empty log", where=where, allowed="a header line and events")
     try:
         loop = _loop(header[1], where, laws)
-    except (KeyError, TypeError) as error:
+    except BadInputError:
+        raise
+    except _MALFORMED as error:
         raise BadInputError(f"malformed header: {error}", where=where, line=1) from None
     for number, event in events:
         try:
-            _step(loop, event, report, tolerance)
+            with np.errstate(all="ignore"):
+                _step(loop, event, report, tolerance)
         except _Different as error:
             report.difference = f"line {number}: {error}"
             return report
-        except (BadInputError, KeyError, TypeError, ValueError, IndexError) as error:
+        except _MALFORMED as error:
             raise BadInputError(f"malformed event: {error}", where=where, line=number) from None
         report.events += 1
     return report

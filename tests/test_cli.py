@@ -13,26 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from command import entropic
 from synthetic_bank import VOCAB, make_bank
-from typer.testing import CliRunner
 
 from entropic_ctl import bank as banks
 from entropic_ctl import cli_live, cli_output, cli_run
-from entropic_ctl.cli import app
 from entropic_ctl.errors import BadInputError
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 ROW = "2023-11-16 18:17:03.0010000,100,5\n"
 FEEDBACK = "law = 'feedback'\ntemperature = 0.8\ntarget_nats = 1.0\nt_min = 0.5\nt_max = 1.5\n"
-
-
-def entropic(*arguments: object) -> tuple[int, str, str]:
-    """Run a command in this process; returns (status, stdout, stderr)."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.stdout, result.stderr
 
 
 @pytest.fixture(scope="session")
@@ -212,6 +203,19 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "config not TOML": (lambda make, tmp: ("simulate", make(engine="pages =\n")), ["not TOML"]),
     "config unknown key": (bad_config("page = 3\n"), ["engine.page", "did you mean"]),
     "config out of range": (bad_config("pages = 0\n"), ["engine.pages", "got 0", "allowed"]),
+    "config huge integer": (bad_config("pages = " + "9" * 400 + "\n"), ["engine.pages", "out of range"]),
+    "config integer without end": (bad_config("pages = " + "9" * 5000 + "\n"), ["run.toml", "not TOML"]),
+    "config huge hexadecimal": (bad_config("pages = 0x" + "f" * 5000 + "\n"), ["engine.pages", "a huge int"]),
+    "config nested without end": (bad_config("pages = " + "[" * 3000 + "\n"), ["run.toml", "nested too deeply"]),
+    "config key with a line break": (bad_config('"pa\\nges" = 3\n'), ["engine.pa\\nges", "unknown key"]),
+    "config NUL in a path": (
+        lambda make, tmp: ("simulate", make(workload='kind = "azure"\ntrace = "a\\u0000b"\n')),
+        ["workload.trace", "NUL"],
+    ),
+    "config arrivals too late": (
+        lambda make, tmp: ("simulate", make(workload="kind = 'poisson'\nrate_per_s = 5e-324\n")),
+        ["run.toml", "rate_per_s", "too late"],
+    ),
     "config wrong type": (bad_config("pages = 'many'\n"), ["engine.pages", "many"]),
     "config unknown law": (
         lambda make, tmp: ("simulate", make(loop_temperature="law = 'magic'\n")),
@@ -249,6 +253,9 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "trace negative tokens": (bad_trace((HEADER + ROW + ROW.replace("100", "-3")).encode()), ["t.csv:3", "-3"]),
     "trace huge tokens": (bad_trace((HEADER + ROW.replace("100", "1e18")).encode()), ["t.csv:2", "1e18"]),
     "trace missing column": (bad_trace((HEADER + ROW + "2023-11-16 18:17:04.0,100\n").encode()), ["t.csv:3"]),
+    "trace error on line 100": (bad_trace((HEADER + ROW * 98 + "bad,1,1\n").encode()), ["t.csv:100: TIMESTAMP"]),
+    "trace across centuries": (bad_trace((HEADER + ROW + "9999-12-31 00:00:00,1,1\n").encode()), ["lines 2 and 3"]),
+    "trace name too long": (lambda make, tmp: ("simulate", make(), "--trace", "a" * 5000), ["File name too long"]),
     "trace binary": (bad_trace(b"\x00\xff\xfe\x80"), ["t.csv"]),
     # certificates
     "certificate missing": (
@@ -256,6 +263,8 @@ BAD: dict[str, tuple[Any, list[str]]] = {
         ["absent.json", "cannot read certificate"],
     ),
     "certificate truncated": (bad_certificate(lambda text: text[: len(text) // 2]), ["c.json", "not JSON"]),
+    "certificate huge integer": (bad_certificate(lambda text: "9" * 5000), ["c.json", "not JSON"]),
+    "certificate infinite gain": (bad_certificate(lambda text: text.replace("0.02", "9" * 400)), ["c.json", "gain"]),
     "certificate not an object": (bad_certificate(lambda text: "[1]"), ["c.json"]),
     "certificate NaN": (
         bad_certificate(lambda text: text.replace('"schema": 1', '"schema": NaN')),
@@ -280,6 +289,27 @@ BAD: dict[str, tuple[Any, list[str]]] = {
         ["p.txt", "not UTF-8"],
     ),
     "json into nowhere": (lambda make, tmp: ("simulate", make(), "--json", tmp / "no" / "x.json"), ["--json", "mkdir"]),
+    "json over the config": (
+        lambda make, tmp: ("simulate", make(), "--json", tmp / "run.toml"),
+        ["--json", "would overwrite"],
+    ),
+    "json over the trace": (
+        lambda make, tmp: (
+            write(tmp, "t.csv", HEADER + ROW),
+            ("simulate", make(), "--trace", tmp / "t.csv", "--json", tmp / "." / "t.csv"),
+        )[1],
+        ["--json", "would overwrite"],
+    ),
+    "json over the results": (
+        lambda make, tmp: ("simulate", make(), "--out", tmp / "x", "--json", tmp / "x"),
+        ["--json", "would overwrite"],
+    ),
+    "certificate over the config": (
+        lambda make, tmp: ("prove", make(), "--out", tmp / "run.toml"),
+        ["--out", "would overwrite"],
+    ),
+    "json name too long": (lambda make, tmp: ("simulate", make(), "--json", tmp / ("a" * 300)), ["File name too long"]),
+    "out is the root": (lambda make, tmp: ("simulate", make(), "--out", "/"), ["--out", "not a folder for results"]),
     "json is a folder": (lambda make, tmp: ("simulate", make(), "--json", tmp), ["--json", "is a folder"]),
     "out is a file": (lambda make, tmp: ("simulate", make(), "--out", make()), ["--out", "not a folder"]),
     # usage
@@ -291,6 +321,15 @@ BAD_MODELS: dict[str, tuple[Any, list[str]]] = {
     "model missing": (bad_model(lambda folder: folder / "absent"), ["absent"]),
     "model folder empty": (bad_model(lambda folder: None), ["model"]),
     "model config not JSON": (bad_model(lambda folder: write(folder, "config.json", "{")), ["config.json"]),
+    "model name too long": (bad_model(lambda folder: "a" * 5000), ["File name too long"]),
+    "model architectures a number": (
+        bad_model(lambda folder: write(folder, "config.json", '{"architectures": 3}')),
+        ["config.json", "not a decoder"],
+    ),
+    "model config huge integer": (
+        bad_model(lambda folder: write(folder, "config.json", '{"a": ' + "9" * 5000 + "}")),
+        ["config.json", "not JSON"],
+    ),
     "model GGUF broken": (
         bad_model(lambda folder: (write(folder, "m.gguf", b"GGUFxx"), folder / "m.gguf")[1]),
         ["m.gguf"],
@@ -316,6 +355,8 @@ def assert_refused(arguments: tuple[object, ...], needles: list[str]) -> None:
     assert status == 2, err
     flat = " ".join(err.split())
     assert "Traceback" not in err
+    if err.startswith("entropic: "):  # not click's own usage message
+        assert err.count("\n") == 1
     for needle in needles:
         assert needle in flat
 
@@ -344,6 +385,43 @@ def test_a_process_of_its_own_prints_no_traceback(tmp_path: Path) -> None:
     assert done.stdout == ""
     assert done.stderr.startswith("entropic: ")
     assert done.stderr.count("\n") == 1
+
+
+def process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process of its own."""
+    command = [sys.executable, "-m", "entropic_ctl.cli", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False, **options)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes")
+def test_a_reader_that_goes_away_costs_neither_the_json_nor_the_exit_status(config: Any, tmp_path: Path) -> None:
+    read, out = os.pipe()
+    os.close(read)
+    done = process("simulate", config(), "--json", tmp_path / "s.json", stdout=out)
+    os.close(out)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert json.loads((tmp_path / "s.json").read_text())["summary"]["requests_in"] == 5
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_one_line(config: Any) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = process("simulate", config(), stdout=full)
+    assert done.returncode == 2
+    assert done.stderr == "entropic: output: No space left on device\n"
+
+
+def test_an_output_encoding_that_lacks_a_character_is_no_error(config: Any) -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = process("simulate", config(), env=environment, stdout=subprocess.PIPE)
+    assert done.returncode == 0, done.stderr
+    assert "requests_in" in done.stdout
+
+
+def test_narrow_output_folds_names_and_cuts_none(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    assert "…" not in entropic("simulate", config())[1]
 
 
 def test_a_missing_extra_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:

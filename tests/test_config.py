@@ -23,9 +23,18 @@ def test_defaults_round_trip(tmp_path: Path) -> None:
     assert config.digest(config.resolve(run)) == config.digest(config.resolve(again))
 
 
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbfseed = 3\r\n")
+    assert config.load(tmp_path / "run.toml").seed == 3
+
+
 @pytest.mark.parametrize(
     ("text", "needles"),
     [
+        ("seed = " + "9" * 400 + "\n", ["run.toml:1", "seed", "out of range"]),
+        ("[loop.temperature]\nt_min = 2.0\nt_max = 1.0\n", ["run.toml:2", "t_min", "got 2.0", "<= 1"]),
+        ('[model]\npath = "a\\u0000b"\n', ["run.toml:2", "model.path", "NUL"]),
+        ("a = " + "{a=" * 3000, ["run.toml", "nested too deeply"]),
         ("sede = 1\n", ["sede", "run.toml"]),
         ("seed = -1\n", ["run.toml:1", "seed", "-1"]),
         ("[engine]\n\npages = 0\n", ["run.toml:3", "engine.pages", "got 0", "[1, "]),

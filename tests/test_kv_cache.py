@@ -162,3 +162,8 @@ def test_bad_tables_are_refused() -> None:
     for pages, n, needle in ([[0], 5, "too short"], [[9], 3, r"\[0, 3\]"], [[0], 0, "without tokens"]):
         with pytest.raises(BadInputError, match=needle):
             batch_of(cache, 0, n, pages)
+
+
+def test_a_pool_larger_than_any_memory_names_the_setting() -> None:
+    with pytest.raises(BadInputError, match=r"pages: no memory for a KV cache of .* GiB .*lower engine\.pages"):
+        PagedKVCache(1000, 64, 128, pages=2**24, page_tokens=1024)

@@ -141,6 +141,48 @@ def test_malformed_logs_name_the_line(log: Path, damage: object, needles: list[s
         assert needle in str(caught.value)
 
 
+VALUES = [None, True, -1, 2**40, 10**30, 10**400, 1.5, float("inf"), "x", [], {}, [None], ["x"], [10**30], [[1]]]
+
+
+@pytest.mark.parametrize("event", ["header", "submit", "plan", "temper", "observe"])
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: str(value)[:12])
+def test_any_value_put_anywhere_is_a_difference_or_one_clear_error(log: Path, event: str, value: object) -> None:
+    whole = log.read_bytes()
+    values = next(v for v in map(json.loads, whole.splitlines()) if v["event"] == event)
+    inner = {"submit": "request", "observe": "result"}.get(event)
+    places = [(name,) for name in values if name != "event"] + [(inner, name) for name in values.get(inner, ())]
+    for place in places:
+
+        def put(v: dict[str, object], place: tuple[str, ...] = place) -> None:
+            for name in place[:-1]:
+                v = v[name]  # type: ignore[assignment]
+            v[place[-1]] = value
+
+        edit(log, event, put, turn=0)
+        try:
+            replay(log)
+        except BadInputError as error:
+            assert "run.jsonl:" in str(error)  # noqa: PT017 - either outcome is right
+        log.write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", ["tempered_entropy", "varentropy"])
+def test_a_changed_entropy_is_found(log: Path, name: str) -> None:
+    number = edit(log, "temper", lambda v: v[name].__setitem__(0, v[name][0] + 1.0), 3)
+    assert f"line {number}: {name}" in str(replay(log).difference)
+
+
+def test_a_recorder_replaces_an_old_log_with_its_first_event_and_not_before(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text("old")
+    with Recorder(path) as recorder:
+        assert path.read_text() == "old"
+        recorder.write("x")
+    assert path.read_text() == '{"event":"x"}\n'
+    with pytest.raises(BadInputError, match="cannot write log"):
+        Recorder(tmp_path).write("x")
+
+
 def test_missing_and_truncated_files(log: Path, tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match="cannot read log"):
         replay(tmp_path / "absent.jsonl")

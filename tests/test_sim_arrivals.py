@@ -114,6 +114,12 @@ def test_azure_rate_scale(tmp_path: Path) -> None:
     assert work.skipped_rows == 1
 
 
+@pytest.mark.parametrize("rate", [5e-324, 1e-300, 1e-12])
+def test_a_rate_so_low_that_steps_no_longer_move_the_clock_is_refused(rate: float) -> None:
+    with pytest.raises(BadInputError, match="too late"):
+        make_workload(WorkloadConfig(kind="poisson", rate_per_s=rate), 0, 4)
+
+
 def test_s9_a_workload_refuses_times_that_run_backwards() -> None:
     ones, config = np.ones(3, np.int64), WorkloadConfig()
     with pytest.raises(BadInputError, match="arrival_s"):

@@ -99,6 +99,13 @@ def test_bad_file(tmp_path: Path, content: bytes, needle: str) -> None:
         read_azure(tmp_path / "t.csv")
 
 
+@pytest.mark.parametrize("stray", ["9999-12-31 00:00:00", "0001-01-01 00:00:00"])
+def test_a_stray_date_centuries_away_is_an_error_not_an_overflow(tmp_path: Path, stray: str) -> None:
+    path = write(tmp_path / "t.csv", ["2023-11-16 18:17:03,1,1", f"{stray},1,1"])
+    with pytest.raises(BadInputError, match=r"t\.csv: TIMESTAMP: .* lie between lines (2 and 3|3 and 2)"):
+        read_azure(path)
+
+
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     for path in (tmp_path / "absent.csv", tmp_path):
         with pytest.raises(BadInputError, match="cannot read trace"):

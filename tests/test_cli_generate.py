@@ -1,0 +1,105 @@
+"""`entropic generate` on a tiny model: what a user can do wrong, and what an interrupt leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from command import entropic
+from safetensors.torch import load_file, save_file
+from tiny_model import save_tiny
+
+from backends.engine import Engine
+from entropic_ctl.replay import replay
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny(folder)
+    return folder
+
+
+def generate(model: Path, *arguments: object) -> tuple[int, str, str]:
+    return entropic("generate", "--model", model, *arguments)
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, steps: int, error: type[BaseException]) -> None:
+    step, count = Engine.step, [0]
+
+    def interrupted(self: Engine, **options: Any) -> Any:
+        if count[0] == steps:
+            raise error
+        count[0] += 1
+        return step(self, **options)
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_the_numbers(model: Path) -> None:
+    status, out, err = generate(model, "--prompt", "x" * 5000)
+    assert (status, out) == (2, "")
+    assert "5000 tokens exceeds max_context = 4096" in err
+
+
+def test_a_prompt_that_is_no_text_is_refused(model: Path) -> None:
+    status, _, err = generate(model, "--prompt", "\udcff")
+    assert status == 2
+    assert "not Unicode text" in err
+
+
+def test_a_byte_order_mark_is_not_part_of_the_prompt(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes(b"\xef\xbb\xbfhi")
+    generate(model, "--prompt-file", tmp_path / "p.txt", "--max-tokens", 1, "--raw", "--json", tmp_path / "r.json")
+    assert json.loads((tmp_path / "r.json").read_text())["prompt_tokens"] == 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError])
+def test_an_interrupt_keeps_text_json_and_log(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    stop_after(monkeypatch, 4, error)
+    files = ("--json", tmp_path / "r.json", "--log", tmp_path / "l.jsonl")
+    status, out, err = generate(model, "--prompt", "hello", "--max-tokens", 50, *files)
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert (report["finish"], report["output_tokens"]) == ("interrupted", 4)
+    assert out.rstrip("\n") == report["text"].rstrip("\n")
+    assert replay(tmp_path / "l.jsonl").tokens == 4
+    assert (status, "r.json" in err) == ((130, True) if error is KeyboardInterrupt else (0, False))
+
+
+def test_weights_without_a_finite_logit_are_an_error(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "nan"
+    save_tiny(folder)
+    weights = {name: torch.full_like(t, torch.nan) for name, t in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    status, _, err = generate(folder, "--prompt", "hello")
+    assert status == 2
+    assert "finite logit" in err
+
+
+def test_a_refused_run_leaves_the_old_log(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("flint")
+    log, config = tmp_path / "l.jsonl", tmp_path / "run.toml"
+    log.write_text("the log of last week\n")
+    config.write_text("[loop.temperature]\nlaw = 'feedback'\ngain = 9.0\n")
+    status, _, err = generate(model, "--prompt", "hello", "--config", config, "--log", log)
+    assert status == 2, err
+    assert log.read_text() == "the log of last week\n"
+
+
+def test_outputs_do_not_overwrite_inputs_or_each_other(model: Path, tmp_path: Path) -> None:
+    prompt = tmp_path / "p.txt"
+    prompt.write_text("precious")
+    for option in ("--json", "--log"):
+        status, _, err = generate(model, "--prompt-file", prompt, option, prompt)
+        assert (status, "would overwrite" in err) == (2, True)
+    assert prompt.read_text() == "precious"
+    status, _, err = generate(model, "--prompt", "hello", "--json", tmp_path / "x", "--log", tmp_path / "x")
+    assert (status, "would overwrite" in err) == (2, True)
