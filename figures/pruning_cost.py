@@ -64,8 +64,7 @@ def draw(
         axes[1].set_ylabel("KL to dense (nats per token)")
         axes[2].set_xscale("log")
         axes[2].set_yscale("log")
-        for axis in axes[1:]:
-            whole_decades(axis)
+        whole_decades(axes[1])
         axes[2].set_xlabel("budget θ (nats)")
         axes[2].set_ylabel("pruned softmax mass, mean over heads")
         axes[2].plot([], [], color="black", label="certified bound")

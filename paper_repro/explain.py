@@ -56,7 +56,7 @@ GLOSSARY = (
     ("latency", "end to end: from arrival to the last token of a request; p99 is its 99th percentile in a run"),
     ("nat", "unit of entropy with natural logarithms; 1 nat = 1.44 bits"),
     ("KV cache, page", "stored keys and values of earlier tokens, read again for each new one; kept in pages"),
-    ("pages read", "share of those pages that pruned layers read for a new token (see above)"),
+    ("pages read", "share of those pages that pruned layers read for a new token (explained below the tables)"),
     (
         "certified mass",
         "proved upper bound on the attention weight that the dropped pages would have had; mean over heads",

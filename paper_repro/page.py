@@ -68,9 +68,9 @@ def summary(study: Study, promises: Sequence[str], engine: RealEngine | None) ->
         parts = []
         for world in dict.fromkeys(runs["world"].tolist()):
             mine = [c.shown for c in found if c.world == world and c.state == state]
-            parts.append(f"in the {world}, {'; '.join(mine[:4]) if mine else 'nothing for sure'}")
+            parts.append(f"{world}: {'; '.join(mine[:4]) if mine else 'nothing for sure'}")
         out.append(
-            f"{word} (full loop against baseline, surely and by more than 2%, largest first): {'. '.join(parts)}."
+            f"{word}: full loop against baseline, the largest sure changes that are not within 2%. {'. '.join(parts)}."
         )
     verdicts = study.effects["verdict"][study.effects["arm"] == ARMS[-1]].tolist()
     counts = {v: verdicts.count(v) for v in dict.fromkeys(verdicts) if v}
@@ -117,7 +117,8 @@ def write(
     report = Report(study.title, f"seed {study.config.seed}; every number below is from this run unless it says paper")
     report.heading("Summary")
     for paragraph in summary(study, said["Guarantees"], engine):
-        report.say(paragraph)
+        lead, _, text = paragraph.partition(": ")
+        report.say(text, lead)
     report.worse(said["What got worse"])
     report.points(said["What improved"], "What improved")
     if said.get("Not resolved"):
@@ -190,7 +191,7 @@ _UNITS = {
     "objective": "objective (lower is better)",
     "temperature.gain": "gain k (per nat)",
     "pruning.theta_nats": "θ (nats)",
-    "scheduling.gamma": "γ, weight of waiting (no unit)",
+    "scheduling.gamma": "γ, weight of the latency share (no unit)",
 }
 
 

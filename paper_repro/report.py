@@ -76,9 +76,10 @@ class Report:
         """Start a section."""
         self._body.append(f"<h2>{html.escape(text)}</h2>")
 
-    def say(self, text: str) -> None:
-        """Add a paragraph."""
-        self._body.append(f"<p>{html.escape(text)}</p>")
+    def say(self, text: str, lead: str = "") -> None:
+        """Add a paragraph, opened by a word or two in bold if ``lead`` is given."""
+        head = f"<strong>{html.escape(lead)}:</strong> " if lead else ""
+        self._body.append(f"<p>{head}{html.escape(text)}</p>")
 
     def worse(self, sentences: Sequence[str]) -> None:
         """Add the plain statement of what got worse."""
