@@ -68,7 +68,7 @@ def summary(study: Study, promises: Sequence[str], engine: RealEngine | None) ->
         parts = []
         for world in dict.fromkeys(runs["world"].tolist()):
             mine = [c.shown for c in found if c.world == world and c.state == state]
-            parts.append(f"{world}: {'; '.join(mine[:4]) if mine else 'nothing for sure'}")
+            parts.append(f"{world.capitalize()}: {'; '.join(mine[:4]) if mine else 'nothing for sure'}")
         out.append(
             f"{word}: full loop against baseline, the largest sure changes that are not within 2%. {'. '.join(parts)}."
         )

@@ -26,7 +26,7 @@ caption{text-align:left;font-weight:600;padding:.3rem 0} th,td{padding:.28rem .6
 th{text-align:left;border-bottom:2px solid #999;vertical-align:bottom} td.n,th.n{text-align:right}
 figure{margin:1rem 0} img{max-width:100%;height:auto} figcaption{color:#555;font-size:.88rem}
 pre{background:#f6f6f6;padding:.7rem;overflow-x:auto;font-size:.82rem}
-.worse{background:#fdf1ec;border-left:4px solid #D55E00;padding:.4rem 1rem}
+.worse{background:#fdf1ec;border-left:4px solid #D55E00;padding:.4rem 1rem;margin-bottom:1rem}
 .v{white-space:nowrap;font-weight:600} .v.reproduced{color:#00745a} .v.partly{color:#8a6100}
 .v.refuted{color:#b34700} .v.not{color:#555}
 """
