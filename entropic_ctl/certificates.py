@@ -108,8 +108,10 @@ def require(
             f"(vocabulary {vocab_size}, lag {observation_lag}, law {temperature.name!r}); {hint}"
         )
     if verdict.status != "proved":
-        nearest = f"; certified gains are below {verdict.limit:.6g}" if math.isfinite(verdict.limit) else ""
-        raise UncertifiedError(f"theorem {verdict.theorem!r} is {verdict.status}: {verdict.reason}{nearest}; {hint}")
+        remedy = "say uncertified=True (--uncertified) out loud"
+        if math.isfinite(verdict.limit):
+            remedy = f"set a gain in (0, {verdict.limit:.6g}), or {remedy}"
+        raise UncertifiedError(f"theorem {verdict.theorem!r} is {verdict.status}: {verdict.reason}; {remedy}")
 
 
 def read_certificate(path: str | Path) -> Mapping[str, Any]:

@@ -41,6 +41,7 @@ def draw(
     *,
     arms: Sequence[str],
     metrics: Mapping[str, str],
+    claim_of: Mapping[str, str] | None = None,
 ) -> None:
     """Draw dots with intervals, one panel per metric, one line per arm and world; hollow diamonds are the paper's.
 
@@ -57,6 +58,9 @@ def draw(
         From top to bottom.
     metrics : mapping
         Metric to panel title, which says which direction is better.
+    claim_of : mapping, optional
+        Metric of ours to the metric of ``claims`` it is compared with, where the names differ: the paper claims one
+        efficiency, which stands in the panel of every currency we measure it in.
     """
     ours, theirs = style.columns(effects), style.columns(claims)
     style.require(ours, NEEDS, "effects")
@@ -82,9 +86,10 @@ def draw(
                     if np.isfinite(low) and np.isfinite(high):
                         axis.plot([low, high], [at, at], color=style.COLOURS[name], lw=2, solid_capstyle="butt")
                     axis.plot(ratio, at, marker, color=style.COLOURS[name])
-                pick = (theirs["arm"] == arm) & (theirs["metric"] == metric)
+                pick = (theirs["arm"] == arm) & (theirs["metric"] == (claim_of or {}).get(metric, metric))
                 if pick.any():
-                    axis.plot(float(theirs["paper"][pick][0]), line, "D", mfc="none", mec=style.COLOURS["black"], ms=6)
+                    said = float(theirs["paper"][pick][0])
+                    axis.plot(said, line, "D", mfc="none", mec=style.COLOURS["black"], ms=6, zorder=4)
             axis.set_yticks(range(len(arms)), arms)
             axis.set_ylim(len(arms) - 0.5, -0.5)
             axis.grid(visible=False, axis="y")

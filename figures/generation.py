@@ -79,7 +79,7 @@ def draw(
         axes[3].plot(x, 100 * kept, color=colour["green"], drawstyle="steps-mid")
         axes[3].set_ylabel("pages read (%)")
         axes[3].set_ylim(0, 105)
-        axes[3].set_xlabel("output token")
+        axes[3].set_xlabel("output token (0 is computed with the prompt, by exact attention: θ = 0, all pages)")
         style.label_panels(
             axes,
             ("uncertainty", "sampling temperature", "information-loss budget", "KV pages read per decode step"),

@@ -73,7 +73,8 @@ def draw(
         axes[len(arms)].set_ylabel("u = ln T")
         target = f"; target {target_nats:.4g} nats" if target_nats is not None else ""
         figure.suptitle(
-            f"open circles: starts; black dots: last step; dashed: u(t+1) = u(t){target}",
+            "open circles: starts; small dots: one update each, (u(t), u(t+1)); black dots: last update; "
+            f"dashed: u(t+1) = u(t), where an update changes nothing{target}",
             fontsize=8.5,
             x=0.01,
             ha="left",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import LogLocator, NullFormatter, PercentFormatter
 
 from figures import style
 
@@ -36,7 +36,8 @@ def draw(
     style.require(table, NEEDS, "response")
     contexts = np.unique(table["context"])
     palette = [style.COLOURS[name] for name in ("sky", "blue", "green", "orange", "vermillion", "purple")]
-    with style.canvas(path, cols=3, size=(10.2, 3.7)) as (figure, axes):
+    with style.canvas(path, cols=3, size=(11.4, 3.9)) as (figure, axes):
+        figure.get_layout_engine().set(wspace=0.06)  # type: ignore[union-attr]
         if title:
             figure.suptitle(title, fontsize=10, x=0.01, ha="left")
         for number, context in enumerate(contexts):
@@ -63,9 +64,19 @@ def draw(
         axes[1].set_ylabel("KL to dense (nats per token)")
         axes[2].set_xscale("log")
         axes[2].set_yscale("log")
+        whole_decades(axes[1])
         axes[2].set_xlabel("budget θ (nats)")
         axes[2].set_ylabel("pruned softmax mass, mean over heads")
         axes[2].plot([], [], color="black", label="certified bound")
         axes[2].plot([], [], color="black", ls=":", label="true mass")
         axes[2].legend()
         style.label_panels(axes, ("what is read", "what it costs", "what is certified"))
+
+
+def whole_decades(axis: Any) -> None:
+    """Widen a logarithmic y axis to whole decades, so that every end of it carries a label."""
+    low, high = axis.get_ylim()
+    axis.set_ylim(10.0 ** np.floor(np.log10(low)), 10.0 ** np.ceil(np.log10(high)))
+    axis.yaxis.set_major_locator(LogLocator(10.0))
+    axis.yaxis.set_minor_locator(LogLocator(10.0, subs=(2.0, 5.0)))
+    axis.yaxis.set_minor_formatter(NullFormatter())

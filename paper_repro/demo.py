@@ -68,8 +68,8 @@ def tuning_note(trials: Mapping[str, np.ndarray]) -> str:
     count = trials["objective"].shape[0]
     fell = number(float(trials["objective"][0] - trials["objective"][best]))
     return (
-        f"Tuning ({count} simulations, on seeds not used elsewhere) took {chosen}; its cost fell by {fell} "
-        "(0.01 is 1% of latency; one or two percent is within the noise of one workload)."
+        f"Tuning ({count} simulations, on seeds not used elsewhere) took {chosen}; its objective (no unit, lower is "
+        f"better) fell by {fell} (0.01 is 1% of latency; one or two percent is within the noise of one workload)."
     )
 
 
@@ -125,6 +125,7 @@ def run(
     study.notes.append(tuning_note(trials))
     say("certify the tuned loop", 0.2)
     study.certificate, verdict = certifier.both(loop)
+    study.certificate_status = f"{verdict.status} stable ({verdict.theorem})"
     study.certificate_text = f"Gain certificate: {verdict.status} ({verdict.theorem}). {verdict.reason}."
     (work / "certificate.json").write_text(json.dumps(study.certificate, indent=2) + "\n", encoding="utf-8")
     simulated = experiments.ablation(

@@ -54,6 +54,8 @@ class Metric:
 
 METRICS: tuple[Metric, ...] = (
     Metric("latency", "latency_s", "mean end-to-end latency", "latency", higher_is_better=False),
+    Metric("p99 latency", "latency_p99_s", "99th-percentile end-to-end latency", "", higher_is_better=False),
+    Metric("longest wait", "longest_wait_s", "longest time a request went unserved", "", higher_is_better=False),
     Metric("TTFT", "ttft_s", "mean time to first token", "", higher_is_better=False),
     Metric("TPOT", "tpot_s", "mean time per output token", "", higher_is_better=False),
     Metric("throughput", "throughput_tok_s", "output tokens per second", "throughput", higher_is_better=True),

@@ -6,7 +6,6 @@ the certified information loss -ln(1 - m) of its worst query head does not excee
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,10 +27,8 @@ class Guarantee(Collector):
     violations: int = 0
     worst_share: float = 0.0
     """Largest certificate / budget seen."""
-    mass_sum: float = 0.0
     mass_max: float = 0.0
     certificate_max: float = 0.0
-    kept_sum: float = 0.0
 
     def step(self, plan: StepPlan, result: StepResult, finished: tuple[Finish, ...]) -> None:  # noqa: ARG002
         """Check one iteration."""
@@ -46,16 +43,4 @@ class Guarantee(Collector):
         self.violations += int((~(nats <= theta * (1 + SLACK))).sum())  # NaN counts as a violation
         self.worst_share = max(self.worst_share, float(np.max(nats / theta)))
         self.certificate_max = max(self.certificate_max, float(nats.max()))
-        self.mass_sum += float(result.pruned_mass_mean[pruned].sum())
         self.mass_max = max(self.mass_max, float(result.pruned_mass_max[pruned].max()))
-        self.kept_sum += float(result.kept_fraction[pruned].sum())
-
-    @property
-    def mass_mean(self) -> float:
-        """Certified pruned mass, mean over heads and pruned decode rows; 0 if nothing was pruned."""
-        return self.mass_sum / self.rows if self.rows else 0.0
-
-    @property
-    def kept_mean(self) -> float:
-        """Share of pages read, mean over pruned decode rows; NaN if nothing was pruned."""
-        return self.kept_sum / self.rows if self.rows else math.nan

@@ -20,13 +20,13 @@ _STYLE = """
 body{font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;color:#1b1b1b;background:#fff;
 max-width:66rem;margin:2rem auto;padding:0 1.2rem}
 h1{font-size:1.6rem;margin-bottom:.2rem} h2{font-size:1.2rem;margin-top:2.2rem;border-bottom:1px solid #ddd}
-.sub{color:#555;margin-top:0} .wide{overflow-x:auto}
+.sub,.small{color:#555} .sub{margin-top:0} .small{font-size:.88rem} .wide{overflow-x:auto}
 table{border-collapse:collapse;font-size:.88rem;margin:.6rem 0;font-variant-numeric:tabular-nums}
 caption{text-align:left;font-weight:600;padding:.3rem 0} th,td{padding:.28rem .6rem;border-bottom:1px solid #e4e4e4}
 th{text-align:left;border-bottom:2px solid #999;vertical-align:bottom} td.n,th.n{text-align:right}
 figure{margin:1rem 0} img{max-width:100%;height:auto} figcaption{color:#555;font-size:.88rem}
 pre{background:#f6f6f6;padding:.7rem;overflow-x:auto;font-size:.82rem}
-.worse{background:#fdf1ec;border-left:4px solid #D55E00;padding:.4rem 1rem}
+.worse{background:#fdf1ec;border-left:4px solid #D55E00;padding:.4rem 1rem;margin-bottom:1rem}
 .v{white-space:nowrap;font-weight:600} .v.reproduced{color:#00745a} .v.partly{color:#8a6100}
 .v.refuted{color:#b34700} .v.not{color:#555}
 """
@@ -76,18 +76,26 @@ class Report:
         """Start a section."""
         self._body.append(f"<h2>{html.escape(text)}</h2>")
 
-    def say(self, text: str) -> None:
-        """Add a paragraph."""
-        self._body.append(f"<p>{html.escape(text)}</p>")
+    def say(self, text: str, lead: str = "") -> None:
+        """Add a paragraph, opened by a word or two in bold if ``lead`` is given."""
+        head = f"<strong>{html.escape(lead)}:</strong> " if lead else ""
+        self._body.append(f"<p>{head}{html.escape(text)}</p>")
 
     def worse(self, sentences: Sequence[str]) -> None:
         """Add the plain statement of what got worse."""
         items = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences)
         self._body.append(f'<div class="worse"><strong>What got worse</strong><ul>{items}</ul></div>')
 
-    def points(self, sentences: Sequence[str]) -> None:
-        """Add a bullet list."""
-        self._body.append("<ul>" + "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences) + "</ul>")
+    def points(self, sentences: Sequence[str], title: str = "") -> None:
+        """Add a bullet list, under a title in bold if there is one."""
+        items = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences)
+        head = f"<strong>{html.escape(title)}</strong>" if title else ""
+        self._body.append(f"<div>{head}<ul>{items}</ul></div>")
+
+    def small(self, sentences: Sequence[str], title: str) -> None:
+        """Add one compact paragraph in small print."""
+        text = " ".join(html.escape(sentence) for sentence in sentences)
+        self._body.append(f'<p class="small"><strong>{html.escape(title)}.</strong> {text}</p>')
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[object]], caption: str = "") -> None:
         """Add a table; numbers are right-aligned, verdict words are coloured."""

@@ -66,6 +66,7 @@ def run(
     title = "Entropic-time inference: the paper's claims, tested"
     study = Study(work, title, config, table, command, engine.config)
     study.certificate, verdict = certifier.both(config.loop)
+    study.certificate_status = f"{verdict.status} stable ({verdict.theorem})"
     study.certificate_text = f"Gain certificate: {verdict.status} ({verdict.theorem}). {verdict.reason}."
     simulated = experiments.ablation(
         {"simulation": Simulation(config, recorded, bank)},

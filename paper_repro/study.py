@@ -15,20 +15,21 @@ from entropic_ctl import results
 from entropic_ctl.config import LoopConfig, RunConfig, resolve, resolve_loop
 from figures import ablation as ablation_figure
 from figures import generation, phase, pruning_cost
-from paper_repro import experiments, sections, statements
+from paper_repro import claims, experiments, page, sections, statements
 from paper_repro.claims import ARMS, BASELINE
 from paper_repro.experiments import Progress
 from paper_repro.outcome import Outcome, as_rows
-from paper_repro.report import Report, number
 from paper_repro.worlds import RealEngine
 
 __all__ = ["Study", "not_identifiable", "span"]
 
 _Tables = list[tuple[str, Sequence[str], Sequence[Sequence[str]]]]
 _TITLES = {
-    "latency": "end-to-end latency (lower is better)",
+    "latency": "mean latency (lower is better)",
+    "p99 latency": "p99 latency (lower is better)",
     "throughput": "throughput (higher is better)",
     "dτ/d second": "dτ/d second (higher is better)",
+    "dτ/d FLOP": "dτ/d FLOP (higher is better)",
     "dτ/d KV byte": "dτ/d KV byte (higher is better)",
 }
 _QUALITY = (
@@ -94,6 +95,7 @@ class Study:
     synergy: dict[str, np.ndarray] = field(default_factory=dict)
     trials: dict[str, np.ndarray] = field(default_factory=dict)
     certificate: Mapping[str, Any] = field(default_factory=dict)
+    certificate_status: str = ""
     certificate_text: str = ""
     replay_text: str = ""
     violations: list[str] = field(default_factory=list)
@@ -133,14 +135,16 @@ class Study:
         arms = [arm for arm in ARMS if arm != BASELINE and arm in present]
         self._figure(
             "ablation",
-            "Each arm relative to the baseline, means of paired runs with 95% intervals. Hollow diamonds: what the "
-            "paper claims.",
+            "Each arm relative to the baseline of its own world: geometric means of paired ratios with 95% intervals; "
+            "left of 1 is less. Hollow diamonds: what the paper claims. It claims one dτ/dC without naming the cost, "
+            "so the last three panels show the same diamonds. Each panel has its own scale.",
             lambda png: ablation_figure.draw(
                 self.work / "effects.parquet",
                 self.work / "paper_claims.parquet",
                 png,
                 arms=arms,
                 metrics=_TITLES,
+                claim_of={metric.name: metric.claim for metric in experiments.METRICS if metric.claim},
             ),
         )
         if engine is not None:
@@ -156,7 +160,8 @@ class Study:
         self._figure(
             "phase",
             "The temperature loop on the sharpest logits this vocabulary allows, by gain: below the certified limit it "
-            "settles, above it can cycle for ever.",
+            "settles, above it can cycle for ever. Above: each small dot is one update, ln T after it against ln T "
+            "before it, joined by the staircase; below: ln T over the updates.",
             lambda png: phase.draw(self.work / "phase.parquet", png, titles=titles),
         )
         if bank is not None:
@@ -178,9 +183,15 @@ class Study:
         law = self.arms[ARMS[-1]].temperature.config
         self._figure(
             "generation",
-            "One real generation under the full loop (the long prompt): entropies, temperature, budget, pages read.",
+            "One real generation under the full loop (the long prompt): entropies, temperature, budget, pages read. At "
+            "token 0 the budget θ is 0 and all pages are read because the first token comes out of the prompt's own "
+            "pass (prefill), which is exact; pruning starts with the first decode step.",
             lambda png: generation.draw(
-                self.work / "tokens.parquet", png, request=request, target_nats=getattr(law, "target_nats", None)
+                self.work / "tokens.parquet",
+                png,
+                request=request,
+                target_nats=getattr(law, "target_nats", None),
+                title=f"Full loop on the long prompt ({engine.model.name})",
             ),
         )
 
@@ -195,7 +206,7 @@ class Study:
         measured: _Tables = []
         beside: _Tables = []
         for world in dict.fromkeys(self.runs["world"].tolist()):
-            where = "simulated 2-core CPU" if world == "simulation" else "this machine"
+            where = f"cost model {self.config.cost.preset}" if world == "simulation" else "this machine"
             header, rows = sections.world_table(self.runs, world)
             measured.append((f"{world} ({where})", header, rows))
             beside.append(
@@ -207,6 +218,8 @@ class Study:
             )
         outcome.tables = measured + beside
         losses = statements.worse(self.effects, focus, self.runs)
+        gains = statements.improved(self.effects, focus)
+        open_ = statements.unresolved(self.effects, focus)
         pruned = int(np.nansum(self.runs.get("pruned_rows", np.zeros(1))))
         share = self.runs.get("worst_share", np.zeros(1))
         promises = statements.guarantees(
@@ -215,7 +228,10 @@ class Study:
             float(np.nanmax(share)) if np.isfinite(share).any() else 0.0,
             self.replay_text,
         )
-        outcome.sentences = [("What got worse", losses), ("Guarantees", promises)]
+        outcome.sentences = [("What got worse", losses), ("What improved", gains)]
+        if open_:
+            outcome.sentences.append(("Not resolved", open_))
+        outcome.sentences.append(("Guarantees", promises))
         if self.notes:
             outcome.sentences.append(("Notes", self.notes))
         outcome.numbers = {
@@ -223,86 +239,15 @@ class Study:
             "effects": as_rows(self.effects),
             "synergy": as_rows(self.synergy),
             "what_got_worse": losses,
+            "what_improved": gains,
+            "not_resolved": open_,
             "guarantees": promises,
             "violations": self.violations,
             "loop": {arm: resolve_loop(loop) for arm, loop in self.arms.items()},
             "engine_config": self._engine(),
         }
-        self._report(measured, beside, losses, promises, engine)
+        page.write(self, outcome, measured, beside, engine)
         return outcome
-
-    def _report(
-        self,
-        measured: _Tables,
-        beside: _Tables,
-        losses: list[str],
-        promises: list[str],
-        engine: RealEngine | None,
-    ) -> None:
-        report = Report(
-            self.title, f"seed {self.config.seed}; every number below comes from this run unless it says paper"
-        )
-        report.worse(losses)
-        report.heading("Guarantees")
-        report.points(promises)
-        if self.certificate_text:
-            report.say(self.certificate_text)
-        report.heading("Measured, by world")
-        for title, header, rows in measured:
-            report.table(header, rows, title)
-        report.heading("Beside the paper")
-        report.say(
-            "Ratios to the baseline of the same world, paired by seed, with 95% Student intervals on the log ratio. "
-            "The paper does not say which cost its dτ/dC divides by, so all three are shown against the same claim."
-        )
-        for title, header, rows in beside:
-            report.table(header, rows, title)
-        reasons = [
-            [str(self.effects[name][i]) for name in ("world", "arm", "metric", "verdict", "reason")]
-            for i in range(self.effects["verdict"].shape[0])
-            if self.effects["verdict"][i]
-        ]
-        report.table(("world", "arm", "metric", "verdict", "why"), reasons, "Why each verdict")
-        if self.synergy and self.synergy["metric"].shape[0]:
-            report.heading("Is the whole more than its parts?")
-            report.say(
-                "Full loop over the product of the three single-law ratios, paired by seed; 1 is exactly "
-                "multiplicative. 'better' says whether the interval lies on the better side of 1."
-            )
-            report.table(("world", "metric", "full / product of parts", "better"), sections.synergy_rows(self.synergy))
-        report.heading("Figures")
-        for png, caption in self.figures:
-            report.figure(png, caption)
-        if engine is not None:
-            self._samples(report, engine)
-        if self.trials:
-            report.heading("Tuning")
-            names = [name for name in self.trials if self.trials[name].dtype.kind in "fiu"]
-            shown = [[number(self.trials[name][i]) for name in names] for i in range(self.trials[names[0]].shape[0])]
-            report.table(names, shown, "every trial, on seeds that no comparison above uses")
-        if self.notes:
-            report.heading("Notes")
-            report.points(self.notes)
-        report.heading("How to reproduce")
-        report.code(self.command)
-        report.details("hardware, versions, configuration", self.stamp)
-        report.details("loops by arm", {arm: resolve_loop(loop) for arm, loop in self.arms.items()})
-        report.details("resolved configuration, simulation", resolve(self.config))
-        report.details("resolved configuration, engine", self._engine() or {})
-        if self.certificate:
-            report.details("certificate of the full loop's gain", self.certificate)
-        report.say(f"Made in {time.perf_counter() - self.started_s:.0f} s.")
-        report.write(self.work / "report.html")
-
-    def _samples(self, report: Report, engine: RealEngine) -> None:
-        report.heading("What the model wrote")
-        report.say("First run of each arm; same seeds, so differences come from the loop.")
-        rows = []
-        for arm in self.arms:
-            key = next((key for key in engine.texts if key[0] == arm), None)
-            if key is not None:
-                rows.extend([arm, str(i), text[:400]] for i, text in enumerate(engine.texts[key]) if i in (0, 3, 7))
-        report.table(("arm", "prompt", "text"), rows)
 
 
 def response_table(bank: Any) -> dict[str, np.ndarray]:

@@ -21,7 +21,7 @@ from entropic_ctl.errors import BadInputError
 __all__ = ["SAME", "Effect", "Judgement", "judge", "paired"]
 
 SAME = 0.02
-"""Half-width (log ratio) within which an effect counts as "no change" when the paper claims no change."""
+"""Half-width (log ratio) of the band in which an effect is too small to count, in either direction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +83,11 @@ def judge(effect: Effect, paper: float, *, higher_is_better: bool, not_identifia
     On the scale of improvement (log ratio, sign so that positive is better) let [l, h] be our interval, c the claim.
 
     - *not identifiable*: a reason is given, there are no usable pairs, or no pair differs at all;
-    - claimed change (c != 0): *reproduced* if l >= c / 2 and h >= c (a wide interval that merely holds c does not
-      count); *partly* if [l, h] lies on the claimed side of 0 otherwise; *refuted* if it lies on the other side; else
-      *not reproduced* (the reason says whether the claimed size is excluded or the interval is too wide to tell);
+    - claimed change (c != 0): *not reproduced* if [l, h] lies inside +-b, b = min(2%, |c| / 2), whatever its sign: no
+      effect worth the name; *reproduced* if l >= c / 2 and h >= c (a wide interval that merely holds c does not
+      count); *partly* if [l, h] lies on the claimed side of 0 otherwise; *refuted* if it lies beyond b on the other
+      side; else *not reproduced* (the reason says what the interval excludes and what it leaves open). A claim of 2%
+      gets the narrower band, or it could never be met;
     - claimed no change (c = 0): *reproduced* if [l, h] is within +-2%; *refuted* if it is worse than that;
       otherwise *not reproduced* (better than claimed counts as *reproduced*).
 
@@ -116,19 +118,28 @@ def judge(effect: Effect, paper: float, *, higher_is_better: bool, not_identifia
         return _unchanged(low, high, shown)
     if claimed < 0:  # the paper itself says it gets worse: mirror, so that "the claimed side" is positive
         low, high, claimed = -high, -low, -claimed
+    return _changed(low, high, claimed, shown, max(abs(effect.low - 1), abs(effect.high - 1)))
+
+
+def _changed(low: float, high: float, claimed: float, shown: str, most: float) -> Judgement:
+    """Judge [low, high] against a claimed change > 0; ``most`` is the largest relative effect the interval allows."""
+    band = min(SAME, claimed / 2)
+    if -band <= low and high <= band:
+        size = f"no effect: within {band:.0%} (none larger than {max(most, 5e-4):.1%})"
+        return Judgement("not reproduced", f"{shown}: {size}")
     if low > 0:
         if high < claimed:
-            return Judgement("partly", f"{shown}: the claimed direction, but short of {paper:g}")
+            return Judgement("partly", f"{shown}: the claimed direction, but short of the claimed size")
         if low < claimed / 2:
-            return Judgement(
-                "partly", f"{shown}: the claimed direction, but less than half of {paper:g} is established"
-            )
-        return Judgement("reproduced", f"{shown}: at least half established, and not short of the claimed {paper:g}")
+            return Judgement("partly", f"{shown}: the claimed direction, but less than half the claim is established")
+        return Judgement("reproduced", f"{shown}: at least half established, and not short of the claimed size")
+    if high < -band:
+        return Judgement("refuted", f"{shown}: the opposite direction, by more than {band:.0%}")
     if high < 0:
-        return Judgement("refuted", f"{shown}: the opposite direction to the claimed {paper:g}")
+        return Judgement("not reproduced", f"{shown}: the opposite direction, but not surely by more than {band:.0%}")
     if high < claimed:
-        return Judgement("not reproduced", f"{shown}: no effect resolved, and the claimed {paper:g} is excluded")
-    return Judgement("not reproduced", f"{shown}: undecided, the interval holds both no effect and {paper:g}")
+        return Judgement("not reproduced", f"{shown}: no effect resolved, and the claimed size is excluded")
+    return Judgement("not reproduced", f"{shown}: undecided, the interval holds both no effect and the claimed size")
 
 
 def _unchanged(low: float, high: float, shown: str) -> Judgement:

@@ -26,6 +26,8 @@ __all__ = ["COLUMNS", "Certifier", "RealEngine", "Simulation", "row"]
 COLUMNS: Mapping[str, str] = {
     "latency_s": "e2e_mean_s",
     "latency_p99_s": "e2e_p99_s",
+    "longest_wait_s": "longest_wait_s",
+    "preemptions": "preemptions",
     "ttft_s": "ttft_mean_s",
     "tpot_s": "tpot_mean_s",
     "throughput_tok_s": "throughput_tokens_per_s",
@@ -39,6 +41,8 @@ COLUMNS: Mapping[str, str] = {
     "kv_bytes": "kv_bytes",
     "flops": "flops",
     "entropy_variance": "tempered_variance_within",
+    "kept_fraction": "kept_fraction_mean",
+    "certified_mass_mean": "pruned_mass_mean",
 }
 """Column of the runs table to key of :meth:`entropic_ctl.metrics.Metrics.summary`."""
 
@@ -59,8 +63,6 @@ def row(summary: Mapping[str, Any], guarantee: Guarantee | None, kl_nats: float)
     out["kl_nats"] = kl_nats
     out["quality"] = math.exp(-kl_nats) if math.isfinite(kl_nats) else math.nan
     if guarantee is not None:
-        out["kept_fraction"] = guarantee.kept_mean if guarantee.rows else 1.0
-        out["certified_mass_mean"] = guarantee.mass_mean
         out["certified_mass_max"] = guarantee.mass_max
         out["certificate_max_nats"] = guarantee.certificate_max
         out["worst_share"] = guarantee.worst_share
@@ -118,10 +120,7 @@ class Simulation:
 
         config = with_seed(with_loop(self.config, loop), seed)
         result = simulate(config, verdict=self._certifier.verdict(loop), bank=self._bank)
-        out = row(result.summary, None, _float(result.summary.get("kl_nats_mean")))
-        for column, key in (("kept_fraction", "kept_fraction_mean"), ("certified_mass_mean", "pruned_mass_mean")):
-            out[column] = _float(result.summary.get(key))
-        return out
+        return row(result.summary, None, _float(result.summary.get("kl_nats_mean")))
 
 
 @dataclass
@@ -150,6 +149,8 @@ class RealEngine:
     steps: dict[tuple[str, int], dict[str, np.ndarray]] = field(default_factory=dict)
     audits: dict[tuple[str, int], dict[str, np.ndarray]] = field(default_factory=dict)
     texts: dict[tuple[str, int], list[str]] = field(default_factory=dict)
+    finishes: dict[tuple[str, int], list[str]] = field(default_factory=dict)
+    """Why each text ended: "length" is the limit on its tokens."""
 
     def warm_up(self, loop: LoopConfig) -> None:
         """Run every prompt for two tokens, unmeasured, so that no arm pays for what happens only once."""
@@ -194,4 +195,5 @@ class RealEngine:
         self.steps[arm, seed] = metrics.steps_table()
         self.audits[arm, seed] = audit
         self.texts[arm, seed] = [output.text for output in outputs]
+        self.finishes[arm, seed] = [str(output.finish.reason) if output.finish else "" for output in outputs]
         return row(metrics.summary(), guarantee, kl)

@@ -134,6 +134,13 @@ def test_the_paper_is_drawn_hollow_and_never_as_ours(tmp_path: Path, monkeypatch
     hollow = [value for value, face in seen if face == "none"]
     assert hollow == [0.70]
     assert [value for value, face in seen if face is None] == [0.9, 0.9]
+    seen.clear()
+    efficiency = {"dτ/d second": "per second", "dτ/d KV byte": "per byte"}
+    names = dict.fromkeys(efficiency, "efficiency")
+    ablation.draw(
+        effects(), claims.table(), tmp_path / "b.png", arms=("full loop",), metrics=efficiency, claim_of=names
+    )
+    assert [value for value, face in seen if face == "none"] == [1.55, 1.55]  # one claim, in each currency
 
 
 @pytest.mark.parametrize(

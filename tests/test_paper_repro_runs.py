@@ -57,6 +57,10 @@ def test_demo_writes_tables_figures_and_report(shown: tuple[Path, Any, list[floa
     page = (work / "report.html").read_text(encoding="utf-8")
     assert page.count("data:image/png;base64,") == 4
     assert "What got worse" in page
+    for part in ("Summary", "2603.03310", "Words used below", "must not be compared", "p99 latency", "token limit"):
+        assert part in page
+    assert page.count("&quot;prefill_chunk&quot;") == 1  # the configuration stands there once
+    assert "What causes the seasons on Earth?" in page
     assert "How to reproduce" in page
     assert "Control, simulation" in page
     assert shares == sorted(shares)
