@@ -14,9 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+try:
+    import typer
+except ModuleNotFoundError:
+    raise SystemExit("entropic: the command line needs typer and rich: pip install 'entropic-ctl[cli]'") from None
 from typer.core import TyperGroup
 
+from entropic_ctl import __version__
 from entropic_ctl.cli_console import console, drop_stdout, tolerate_any_encoding
 from entropic_ctl.errors import EntropicError, one_line
 
@@ -68,6 +72,22 @@ token is. The same loop object runs in a simulator and on a real model. Start wi
 )
 bench_app = typer.Typer(cls=_Guarded, no_args_is_help=True, help="Measure the speed or tightness of one part.")
 app.add_typer(bench_app, name="bench")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"entropic-ctl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
 
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the numbers as JSON.")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write result tables into this folder.")]

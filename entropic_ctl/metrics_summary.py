@@ -37,7 +37,7 @@ def requests_table(raw: Mapping[str, npt.NDArray[Any]], clock: EntropicClock, ta
     clock : EntropicClock
         Keyed by the same rows.
     target_nats : float, optional
-        H*, for ``tempered_target_ms``.
+        H*, for ``tempered_target_mean_square``.
 
     Notes
     -----
@@ -46,7 +46,7 @@ def requests_table(raw: Mapping[str, npt.NDArray[Any]], clock: EntropicClock, ta
     admission_wait_s (before, in the queue for a slot), arrival_s, left_s, ttft_s, e2e_s, tpot_s, gap_sum_s, gap_max_s
     (seconds);
     tau_nats, tau_filtered_nats, model_entropy_mean, tempered_entropy_mean (nats), tempered_variance (about the
-    request's own mean, 1 / (n - 1)) and tempered_target_ms (mean square about H*), in nats squared.
+    request's own mean, 1 / (n - 1)) and tempered_target_mean_square (mean square about H*), in nats squared.
     """
     rows = raw["id"].shape[0]
     output = raw["output_tokens"]
@@ -75,7 +75,9 @@ def requests_table(raw: Mapping[str, npt.NDArray[Any]], clock: EntropicClock, ta
         "model_entropy_mean": _ratio(raw["entropy_sum"], n),
         "tempered_entropy_mean": np.where(n > 0, raw["tempered_mean"], np.nan),
         "tempered_variance": _ratio(raw["tempered_m2"], n - 1.0),
-        "tempered_target_ms": np.full(rows, np.nan) if target_nats is None else _ratio(raw["target_square_sum"], n),
+        "tempered_target_mean_square": np.full(rows, np.nan)
+        if target_nats is None
+        else _ratio(raw["target_square_sum"], n),
     }
 
 
@@ -185,6 +187,6 @@ def summarise(requests: Table, steps: Table, ledger: CostLedger) -> dict[str, fl
         "tempered_entropy_mean_nats": grand,
         "tempered_variance_within": _mean(requests["tempered_variance"]),
         "tempered_variance_pooled": float(spread.sum() / (n.sum() - 1)) if n.sum() > 1 else None,
-        "tempered_target_ms": _mean(requests["tempered_target_ms"], n),
+        "tempered_target_mean_square": _mean(requests["tempered_target_mean_square"], n),
     }
     return out

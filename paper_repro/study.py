@@ -15,7 +15,7 @@ from entropic_ctl import results
 from entropic_ctl.config import LoopConfig, RunConfig, resolve, resolve_loop
 from figures import ablation as ablation_figure
 from figures import generation, phase, pruning_cost
-from paper_repro import claims, experiments, page, sections, statements
+from paper_repro import experiments, page, sections, statements
 from paper_repro.claims import ARMS, BASELINE
 from paper_repro.experiments import Progress
 from paper_repro.outcome import Outcome, as_rows

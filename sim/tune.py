@@ -137,7 +137,10 @@ def default_objective(result: SimulationResult, given: SimulationResult) -> floa
     """Return J of the module, relative to the configuration as given."""
     divergence = float(result.summary["kl_nats_mean"]) - float(given.summary["kl_nats_mean"])
     cost = math.log(_latency(result) / _latency(given)) + divergence / KL_SCALE_NATS
-    spread, reference = result.summary.get("tempered_target_ms"), given.summary.get("tempered_target_ms")
+    spread, reference = (
+        result.summary.get("tempered_target_mean_square"),
+        given.summary.get("tempered_target_mean_square"),
+    )
     if spread and reference:
         cost += 0.5 * math.log(spread / reference)
     return cost

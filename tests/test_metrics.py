@@ -96,7 +96,7 @@ def test_exact_timeline_of_two_requests() -> None:
     np.testing.assert_allclose(t["longest_wait_s"], [0.5, 0.5])
     np.testing.assert_allclose(t["model_entropy_mean"], [2.0, 3.25])
     np.testing.assert_allclose(t["tempered_variance"], [np.var([1.5, 0.5, 1.0], ddof=1), np.var([2, 1.25], ddof=1)])
-    np.testing.assert_allclose(t["tempered_target_ms"], [0.5 / 3, (1.0 + 0.0625) / 2])
+    np.testing.assert_allclose(t["tempered_target_mean_square"], [0.5 / 3, (1.0 + 0.0625) / 2])
     tokens = m.tokens_table()
     assert tokens["id"].tolist() == [7, 7, 3, 3, 7]
     assert tokens["index"].tolist() == [0, 1, 0, 1, 2]
@@ -120,7 +120,7 @@ def test_exact_timeline_of_two_requests() -> None:
     assert s["e2e_p50_s"] == pytest.approx(3.75)
     pooled = [1.5, 0.5, 2.0, 1.25, 1.0]
     assert s["tempered_variance_pooled"] == pytest.approx(np.var(pooled, ddof=1))
-    assert s["tempered_target_ms"] == pytest.approx(np.mean((np.array(pooled) - 1) ** 2))
+    assert s["tempered_target_mean_square"] == pytest.approx(np.mean((np.array(pooled) - 1) ** 2))
     json.dumps(s, allow_nan=False)
 
 

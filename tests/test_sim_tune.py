@@ -24,7 +24,7 @@ GAIN = Gain("temperature.gain", 0.005, 0.06, log=True)
 
 
 def spread(result: SimulationResult, given: SimulationResult) -> float:
-    return float(result.summary["tempered_target_ms"])
+    return float(result.summary["tempered_target_mean_square"])
 
 
 def test_best_trial_is_returned_and_never_worse_than_the_start() -> None:
