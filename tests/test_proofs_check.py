@@ -65,6 +65,13 @@ def test_proved_exactly_below_the_limit_for_every_target(gain: float, lag: int, 
 
 
 @pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("n", [2, 32_000, 151_936, 2**20])
+def test_the_default_gain_is_certified_for_every_vocabulary_and_lag(n: int, lag: int) -> None:
+    run = config.from_mapping({"engine": {"observation_lag": lag}, "loop": {"temperature": {"law": "feedback"}}})
+    assert judge(run, n).status == "proved"
+
+
+@pytest.mark.parametrize("lag", [0, 1])
 def test_sharp_target_is_refuted_just_above_the_limit(lag: int) -> None:
     sharp = maximum(N)
     limit = check.gain_ceiling(N, lag, sharp.bracket())
