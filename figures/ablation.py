@@ -41,7 +41,6 @@ def draw(
     *,
     arms: Sequence[str],
     metrics: Mapping[str, str],
-    claim_of: Mapping[str, str] | None = None,
 ) -> None:
     """Draw dots with intervals, one panel per metric, one line per arm and world; hollow diamonds are the paper's.
 
@@ -51,16 +50,14 @@ def draw(
         Our runs: ``world`` ("simulation" or "engine"), ``arm``, ``metric``, ``ratio`` to the baseline and its
         confidence interval ``low``, ``high`` (NaN where there is none).
     claims : table
-        The paper's: ``arm``, ``metric``, ``paper`` (ratio to the baseline). Only ever drawn hollow.
+        The paper's, under our metric names: ``arm``, ``metric``, ``paper`` (ratio to the baseline). Only ever drawn
+        hollow.
     path : path
         PNG to write.
     arms : sequence of str
         From top to bottom.
     metrics : mapping
         Metric to panel title, which says which direction is better.
-    claim_of : mapping, optional
-        Metric of ours to the metric of ``claims`` it is compared with, where the names differ: the paper claims one
-        efficiency, which stands in the panel of every currency we measure it in.
     """
     ours, theirs = style.columns(effects), style.columns(claims)
     style.require(ours, NEEDS, "effects")
@@ -86,7 +83,7 @@ def draw(
                     if np.isfinite(low) and np.isfinite(high):
                         axis.plot([low, high], [at, at], color=style.COLOURS[name], lw=2, solid_capstyle="butt")
                     axis.plot(ratio, at, marker, color=style.COLOURS[name])
-                pick = (theirs["arm"] == arm) & (theirs["metric"] == (claim_of or {}).get(metric, metric))
+                pick = (theirs["arm"] == arm) & (theirs["metric"] == metric)
                 if pick.any():
                     said = float(theirs["paper"][pick][0])
                     axis.plot(said, line, "D", mfc="none", mec=style.COLOURS["black"], ms=6, zorder=4)

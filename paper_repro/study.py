@@ -144,7 +144,6 @@ class Study:
                 png,
                 arms=arms,
                 metrics=_TITLES,
-                claim_of={metric.name: metric.claim for metric in experiments.METRICS if metric.claim},
             ),
         )
         if engine is not None:

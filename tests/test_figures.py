@@ -14,7 +14,7 @@ from entropic_ctl.errors import BadInputError
 pytest.importorskip("matplotlib")
 
 from figures import ablation, generation, phase, pruning_cost, style
-from paper_repro import claims
+from paper_repro import claims, experiments
 
 METRICS = {"latency": "latency (lower is better)", "throughput": "throughput (higher is better)"}
 
@@ -136,9 +136,8 @@ def test_the_paper_is_drawn_hollow_and_never_as_ours(tmp_path: Path, monkeypatch
     assert [value for value, face in seen if face is None] == [0.9, 0.9]
     seen.clear()
     efficiency = {"dτ/d second": "per second", "dτ/d KV byte": "per byte"}
-    names = dict.fromkeys(efficiency, "efficiency")
     ablation.draw(
-        effects(), claims.table(), tmp_path / "b.png", arms=("full loop",), metrics=efficiency, claim_of=names
+        effects(), experiments.claims_by_metric(), tmp_path / "b.png", arms=("full loop",), metrics=efficiency
     )
     assert [value for value, face in seen if face == "none"] == [1.55, 1.55]  # one claim, in each currency
 

@@ -64,6 +64,9 @@ def test_demo_writes_tables_figures_and_report(shown: tuple[Path, Any, list[floa
     assert "How to reproduce" in page
     assert "Control, simulation" in page
     assert shares == sorted(shares)
+    said, measured = (results.read_table(work / f"{name}.parquet")[0]["metric"] for name in ("paper_claims", "effects"))
+    assert set(said.tolist()) <= set(measured.tolist())  # the figure finds a claim by our metric's name
+    assert {"latency", "throughput", "dτ/d second", "dτ/d FLOP", "dτ/d KV byte"} <= set(said.tolist())
     json.dumps(outcome.numbers, allow_nan=False)
 
 
