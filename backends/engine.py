@@ -25,7 +25,7 @@ from backends.models import LoadedModel
 from backends.sampling import SamplingParams, TorchLogitView, process, sample, to_host
 from entropic_ctl.certificates import Verdict
 from entropic_ctl.config import RunConfig
-from entropic_ctl.errors import EntropicError, NoProgressError
+from entropic_ctl.errors import NoProgressError
 from entropic_ctl.loop import Loop
 from entropic_ctl.signals import Finish, FinishReason, StepPlan, StepResult
 
@@ -279,28 +279,14 @@ class Engine:
         )
 
     def _pack(self, plan: StepPlan, jobs: list[Job]) -> Tensor:
-        """Return the tokens of all rows, packed without padding, int64 (1, T)."""
+        """Return the tokens of all rows, packed without padding, int64 (T,)."""
         spans = list(zip(plan.context.tolist(), plan.n_tokens.tolist(), strict=True))
         tokens = [t for job, (start, count) in zip(jobs, spans, strict=True) for t in job.known[start : start + count]]
-        return torch.tensor(tokens, dtype=torch.long, device=self.device)[None]
+        return torch.tensor(tokens, dtype=torch.long, device=self.device)
 
     def _forward(self, batch: PagedBatch, tokens: Tensor) -> Tensor:
         """Return the raw logits of the sampling rows, float32 (M, n), in plan order."""
-        out: Tensor = self.model.model(
-            input_ids=tokens,
-            position_ids=batch.positions[None],
-            use_cache=False,
-            logits_to_keep=batch.last_index,
-            paged=batch,
-        ).logits
-        if batch.layer_calls == 0:
-            raise EntropicError("the model's attention was switched away from the paged one while an engine used it")
-        if batch.layer_calls != self.model.shape.layers:
-            raise EntropicError(
-                f"{batch.layer_calls} of {self.model.shape.layers} layers of the model used the paged cache: its "
-                "outputs would be wrong"
-            )
-        return out[0].float()
+        return batch.run(self.model.model, tokens).float()
 
     def _dense_logits(self, plan: StepPlan, inputs: Tensor) -> Tensor | None:
         """On audited steps, run the same tokens dense first; the pruned pass then overwrites the new K and V."""

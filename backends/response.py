@@ -126,17 +126,11 @@ class _Reader:
         batch = PagedBatch.from_plan(plan, self.cache, self.rule)
         batch.audit = theta > 0
         network = self.model.model
-        ids = torch.tensor([list(self.text[context : context + n_tokens])], dtype=torch.long, device=network.device)
-        out = network(
-            input_ids=ids,
-            position_ids=batch.positions[None],
-            use_cache=False,
-            logits_to_keep=batch.last_index,
-            paged=batch,
-        )
+        ids = torch.tensor(list(self.text[context : context + n_tokens]), dtype=torch.long, device=network.device)
+        logits = batch.run(network, ids)
         if theta == 0.0:
             self.cache.seal(batch)
-        return out.logits[0].float(), batch
+        return logits.float(), batch
 
     def measure(self, context: int, thetas: Sequence[float], into: dict[str, FloatArray]) -> None:
         """Decode the token at ``context`` under every budget, dense last, and add what was measured to the rows."""

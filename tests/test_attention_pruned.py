@@ -11,7 +11,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from backends.attention import PagedBatch, register  # noqa: E402
-from backends.attention.audit import audit_certificate, real_text, single_row_plan  # noqa: E402
+from backends.attention.audit import audit_certificate, single_row_plan  # noqa: E402
 from backends.attention.pruned import page_bounds, pruned_decode, true_page_mass  # noqa: E402
 from backends.attention.reference import Scoring  # noqa: E402
 from backends.kv_cache import PagedKVCache  # noqa: E402
@@ -212,11 +212,11 @@ def test_audit_on_a_small_model() -> None:
 def test_certificate_holds_and_is_tight_on_real_text_in_the_real_model() -> None:
     """The command ``entropic bench certificate`` does the same over 4,096 tokens."""
     fetch = pytest.importorskip("backends.fetch")
-    models = pytest.importorskip("backends.models")
+    models, prompts = pytest.importorskip("backends.models"), pytest.importorskip("backends.prompts")
     if not fetch.default_folder().is_dir():
         pytest.skip("the default model is not fetched: run `entropic fetch`")
     loaded = models.load()
-    ids = loaded.prompt_ids(real_text()[:8000], chat=False)[:1024]
+    ids = prompts.document_ids(loaded, 1024)
     got = audit_certificate(loaded.model, ids, 0.01, positions=2)
     assert got.context == 1024
     assert got.heads == 2 * 28 * 9

@@ -23,7 +23,7 @@ from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.base import PruningConfig
 from entropic_ctl.signals import StepPlan
 
-__all__ = ["CertificateAudit", "audit_certificate", "real_text", "single_row_plan"]
+__all__ = ["CertificateAudit", "audit_certificate", "single_row_plan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +80,6 @@ class CertificateAudit:
         return self.violations == 0 and self.over_budget == 0
 
 
-def real_text() -> str:
-    """Return about half a megabyte of English that ships with every CPython: the help topics."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in sorted(topics))
-
-
 def single_row_plan(
     context: int, n_tokens: int, pages: Sequence[int], *, theta_nats: float = 0.0, samples: bool = True
 ) -> StepPlan:
@@ -114,16 +107,9 @@ def single_row_plan(
 
 def _forward(model: Any, ids: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
     """Run the batch, seal what it filled, and return log-probabilities (M, vocabulary) of the sampling rows."""
-    out = model(
-        input_ids=ids[None],
-        position_ids=batch.positions[None],
-        use_cache=False,
-        logits_to_keep=batch.last_index,
-        paged=batch,
-    )
+    logits = batch.run(model, ids)
     batch.cache.seal(batch)
-    logits: torch.Tensor = out.logits[0].double()
-    return torch.log_softmax(logits, dim=-1)
+    return torch.log_softmax(logits.double(), dim=-1)
 
 
 @torch.inference_mode()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ import torch
 from backends.attention.precision import require_full_float32
 from backends.attention.rows import PrunedRows, Row
 from backends.kv_cache import PagedKVCache
-from entropic_ctl.errors import BadInputError
+from entropic_ctl.errors import BadInputError, EntropicError
 from entropic_ctl.pruning.base import PruningConfig
 from entropic_ctl.pruning.certificate import kl_nats
 from entropic_ctl.signals import FloatArray, IntArray, StepPlan
@@ -183,6 +184,42 @@ class PagedBatch:
     def cu_tokens(self) -> IntArray:
         """Row boundaries in the packed axis, shape (R + 1,)."""
         return np.array([0, *(row.stop for row in self.rows)], np.int64)
+
+    def run(self, network: Any, tokens: torch.Tensor) -> torch.Tensor:
+        """Run a model over this pass: every caller's one way to do it.
+
+        Parameters
+        ----------
+        network : transformers decoder
+            With the paged attention set (:func:`backends.attention.register`).
+        tokens : int64 tensor of T elements
+            Packed tokens of all rows.
+
+        Returns
+        -------
+        tensor, shape (M, n), dtype of the model
+            Raw logits of the sampling rows, in row order.
+
+        Raises
+        ------
+        EntropicError
+            If a layer did not go through the paged cache: the logits would be wrong.
+        """
+        logits: torch.Tensor = network(
+            input_ids=tokens.reshape(1, -1),
+            position_ids=self.positions[None],
+            use_cache=False,
+            logits_to_keep=self.last_index,
+            paged=self,
+        ).logits
+        layers = self.cache.n_layers
+        if self.layer_calls == 0:
+            raise EntropicError("the model's attention was switched away from the paged one while an engine used it")
+        if self.layer_calls != layers:
+            raise EntropicError(
+                f"{self.layer_calls} of {layers} layers of the model used the paged cache: its outputs would be wrong"
+            )
+        return logits[0]
 
     def filled_pages(self) -> IntArray:
         """Return the ids of pages whose last slot this pass wrote."""
