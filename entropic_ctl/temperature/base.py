@@ -13,14 +13,18 @@ certificate); ``solve`` and ``damped`` act on the current distribution and carry
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from array_api_compat import array_namespace
+
 from entropic_ctl import fields
+from entropic_ctl.arrays import clip
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import Array, LogitView
 
-__all__ = ["TemperatureConfig", "TemperatureLaw"]
+__all__ = ["Stateless", "TemperatureConfig", "TemperatureLaw", "clamped_temperature"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,33 @@ class TemperatureConfig:
                 value=self.temperature,
                 allowed=f"0 (greedy) or [{self.t_min:g}, {self.t_max:g}]",
             )
+
+    @property
+    def u_start(self) -> float:
+        """Ln T0; 0 for a greedy configuration, where it is never used."""
+        return math.log(self.temperature) if self.temperature > 0 else 0.0
+
+
+def clamped_temperature(u: Array, config: TemperatureConfig) -> Array:
+    """Return T = exp u, moved inside the clamps of ``config`` (exp and log do not invert each other exactly)."""
+    return clip(array_namespace(u).exp(u), config.t_min, config.t_max)
+
+
+class Stateless:
+    """What laws that carry no state share: u stays ln T0, and no past error is fed back."""
+
+    integral_action: ClassVar[bool] = False
+
+    def __init__(self, config: TemperatureConfig) -> None:
+        self._u_start = config.u_start
+
+    def start(self) -> float:
+        """Return ln T0."""
+        return self._u_start
+
+    def update(self, u: Array, tempered_entropy: Array) -> Array:  # noqa: ARG002
+        """Return ``u`` unchanged."""
+        return u
 
 
 class TemperatureLaw(Protocol):

@@ -8,17 +8,12 @@ multiplied by about (1 - f)^2. No state, no feedback of a past error: nothing to
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import ClassVar
-
-from array_api_compat import array_namespace
 
 from entropic_ctl import fields
-from entropic_ctl.arrays import clip
 from entropic_ctl.signals import Array, LogitView
 from entropic_ctl.temperature import solve
-from entropic_ctl.temperature.base import TemperatureLaw
+from entropic_ctl.temperature.base import Stateless, TemperatureLaw, clamped_temperature
 
 __all__ = ["Config", "Damped", "build"]
 
@@ -30,29 +25,19 @@ class Config(solve.Config):
     fraction: float = fields.number(0.5, 0.0, 1.0, "f: share of the way from ln T0 to the solution", open_lo=True)
 
 
-class Damped:
+class Damped(Stateless):
     """T a fraction of the way to the temperature at which H(T) = H*."""
 
-    integral_action: ClassVar[bool] = False
-
     def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self.config = config
-
-    def start(self) -> float:
-        """Return the base u0 = ln T0 (0 for a greedy configuration, where it is never used)."""
-        return math.log(self.config.temperature) if self.config.temperature > 0 else 0.0
 
     def temper(self, u: Array, view: LogitView) -> tuple[Array, Array, Array]:
         """Return (T, tempered entropy, varentropy) at u0 + f (u_solve - u0)."""
-        xp = array_namespace(u)
         solution, _, _ = solve.solve_u(u, view, self.config)
         damped = u + self.config.fraction * (solution - u)
-        temperature = clip(xp.exp(damped), self.config.t_min, self.config.t_max)
+        temperature = clamped_temperature(damped, self.config)
         return temperature, *view.at(temperature)
-
-    def update(self, u: Array, tempered_entropy: Array) -> Array:  # noqa: ARG002
-        """Return ``u`` unchanged: the law has no state."""
-        return u
 
 
 def build(config: Config) -> TemperatureLaw:

@@ -23,7 +23,7 @@ from array_api_compat import array_namespace
 from entropic_ctl import fields
 from entropic_ctl.arrays import clip
 from entropic_ctl.signals import Array, LogitView
-from entropic_ctl.temperature.base import TemperatureConfig, TemperatureLaw
+from entropic_ctl.temperature.base import TemperatureConfig, TemperatureLaw, clamped_temperature
 
 __all__ = ["Config", "Feedback", "build"]
 
@@ -50,13 +50,11 @@ class Feedback:
 
     def start(self) -> float:
         """Return ln T0 (for a greedy configuration: u = 0 moved inside the clamps; never used)."""
-        u = math.log(self.config.temperature) if self.config.temperature > 0 else 0.0
-        return min(max(u, self._low), self._high)
+        return min(max(self.config.u_start, self._low), self._high)
 
     def temper(self, u: Array, view: LogitView) -> tuple[Array, Array, Array]:
         """Return (exp u, tempered entropy, varentropy)."""
-        xp = array_namespace(u)
-        temperature = clip(xp.exp(u), self.config.t_min, self.config.t_max)
+        temperature = clamped_temperature(u, self.config)
         return temperature, *view.at(temperature)
 
     def update(self, u: Array, tempered_entropy: Array) -> Array:

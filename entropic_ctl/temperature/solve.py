@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from array_api_compat import array_namespace
 
 from entropic_ctl import fields
 from entropic_ctl.arrays import clip
 from entropic_ctl.signals import Array, LogitView
-from entropic_ctl.temperature.base import TemperatureConfig, TemperatureLaw
+from entropic_ctl.temperature.base import Stateless, TemperatureConfig, TemperatureLaw, clamped_temperature
 
 __all__ = ["Config", "Solve", "build", "solve_u"]
 
@@ -61,7 +60,7 @@ def solve_u(u: Array, view: LogitView, config: Config) -> tuple[Array, Array, Ar
     previous = xp.full_like(u, xp.inf)
     u = clip(u, u_min, u_max)
     for last in range(config.max_iterations - 1, -1, -1):
-        H, V = view.at(_temperature(u, config))
+        H, V = view.at(clamped_temperature(u, config))
         H, V = xp.astype(H, u.dtype, copy=False), xp.astype(V, u.dtype, copy=False)
         error = H - config.target_nats
         size = xp.abs(error)
@@ -82,31 +81,17 @@ def solve_u(u: Array, view: LogitView, config: Config) -> tuple[Array, Array, Ar
     return u, H, V
 
 
-def _temperature(u: Array, config: TemperatureConfig) -> Array:
-    xp = array_namespace(u)
-    return clip(xp.exp(u), config.t_min, config.t_max)
-
-
-class Solve:
+class Solve(Stateless):
     """T with H(T) = H* on the current distribution."""
 
-    integral_action: ClassVar[bool] = False
-
     def __init__(self, config: Config) -> None:
+        super().__init__(config)
         self.config = config
-
-    def start(self) -> float:
-        """Return ln T0, where each step's search starts (0 for a greedy configuration, where it is never used)."""
-        return math.log(self.config.temperature) if self.config.temperature > 0 else 0.0
 
     def temper(self, u: Array, view: LogitView) -> tuple[Array, Array, Array]:
         """Return (T, tempered entropy, varentropy) at the solution."""
         u, H, V = solve_u(u, view, self.config)
-        return _temperature(u, self.config), H, V
-
-    def update(self, u: Array, tempered_entropy: Array) -> Array:  # noqa: ARG002
-        """Return ``u`` unchanged: the law has no state."""
-        return u
+        return clamped_temperature(u, self.config), H, V
 
 
 def build(config: Config) -> TemperatureLaw:
