@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["ARMS", "BASELINE", "CLAIMS", "PROSE", "Claim", "Range", "claim", "table"]
+__all__ = ["ARMS", "BASELINE", "CLAIMS", "Claim", "claim", "table"]
 
 BASELINE = "baseline"
 ARMS = (BASELINE, "sampling only", "scheduling only", "attention only", "full loop")
@@ -45,18 +45,6 @@ class Claim:
         return size if self.higher_is_better else -size
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
-    """A range stated in prose, as ratios to baseline: ``low`` <= claimed <= ``high``."""
-
-    name: str
-    arm: str
-    metric: str
-    low: float
-    high: float
-    text: str
-
-
 _TABLE = {
     "latency": (False, (1.00, 0.98, 0.88, 0.85, 0.70)),
     "throughput": (True, (1.00, 1.02, 1.15, 1.20, 1.40)),
@@ -68,14 +56,6 @@ CLAIMS: tuple[Claim, ...] = tuple(
     Claim(arm, metric, value, better)
     for metric, (better, row) in _TABLE.items()
     for arm, value in zip(ARMS, row, strict=True)
-)
-
-PROSE: tuple[Range, ...] = (
-    Range(
-        "entropy variance", "sampling only", "entropy_variance", 0.80, 0.85, "sampling cuts entropy variance by 15-20%"
-    ),
-    Range("KV bandwidth", "attention only", "kv_bytes", 0.75, 0.85, "pruning cuts KV bandwidth by 15-25%"),
-    Range("attention FLOPs", "attention only", "attention_flops", 0.70, 0.80, "pruning cuts attention FLOPs by 20-30%"),
 )
 
 

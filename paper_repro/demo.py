@@ -124,9 +124,7 @@ def run(
     study.write("trials", trials)
     study.notes.append(tuning_note(trials))
     say("certify the tuned loop", 0.2)
-    study.certificate, verdict = certifier.both(loop)
-    study.certificate_status = f"{verdict.status} stable ({verdict.theorem})"
-    study.certificate_text = f"Gain certificate: {verdict.status} ({verdict.theorem}). {verdict.reason}."
+    study.certify(*certifier.both(loop))
     (work / "certificate.json").write_text(json.dumps(study.certificate, indent=2) + "\n", encoding="utf-8")
     simulated = experiments.ablation(
         {"simulation": Simulation(config, recorded, bank)},

@@ -65,9 +65,7 @@ def run(
     engine, logs = demo.real_engine(own, model, certifier, work=work, size=size)
     title = "Entropic-time inference: the paper's claims, tested"
     study = Study(work, title, config, table, command, engine.config)
-    study.certificate, verdict = certifier.both(config.loop)
-    study.certificate_status = f"{verdict.status} stable ({verdict.theorem})"
-    study.certificate_text = f"Gain certificate: {verdict.status} ({verdict.theorem}). {verdict.reason}."
+    study.certify(*certifier.both(config.loop))
     simulated = experiments.ablation(
         {"simulation": Simulation(config, recorded, bank)},
         {**table, **controls.entropy_blind(table["scheduling only"])},

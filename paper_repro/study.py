@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from entropic_ctl import results
+from entropic_ctl.certificates import Verdict
 from entropic_ctl.config import LoopConfig, RunConfig, resolve, resolve_loop
 from figures import ablation as ablation_figure
 from figures import generation, phase, pruning_cost
@@ -102,6 +103,12 @@ class Study:
     notes: list[str] = field(default_factory=list)
     figures: list[tuple[Path, str]] = field(default_factory=list)
     started_s: float = field(default_factory=time.perf_counter)
+
+    def certify(self, certificate: Mapping[str, Any], verdict: Verdict) -> None:
+        """Take in the certificate of the loop that runs, and the independent checker's word on it."""
+        self.certificate = certificate
+        self.certificate_status = f"{verdict.status} stable ({verdict.theorem})"
+        self.certificate_text = f"Gain certificate: {verdict.status} ({verdict.theorem}). {verdict.reason}."
 
     def compare(self, runs: dict[str, np.ndarray]) -> None:
         """Take in the runs table, compute effects and synergy, note violated guarantees, write all tables."""
