@@ -294,7 +294,7 @@ class Engine:
         if not every or plan.step % every or not (plan.samples & (plan.theta_nats > 0)).any():
             return None
         before = self._clock()
-        exact = dataclasses.replace(plan, theta_nats=np.zeros_like(plan.theta_nats))
+        exact = plan._replace(theta_nats=np.zeros_like(plan.theta_nats))
         logits = self._forward(PagedBatch.from_plan(exact, self.cache, self._pruning), inputs)
         self._origin += self._clock() - before
         return logits

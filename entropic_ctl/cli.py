@@ -8,7 +8,6 @@ files, progress to standard error.
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,18 @@ from typer.core import TyperGroup
 
 from entropic_ctl import __version__
 from entropic_ctl.cli_console import console, drop_stdout, tolerate_any_encoding
+from entropic_ctl.cli_options import (
+    Certificate,
+    Config,
+    Force,
+    Json,
+    MaybeConfig,
+    Model,
+    Out,
+    Seed,
+    Switch,
+    Uncertified,
+)
 from entropic_ctl.errors import EntropicError, one_line
 
 __all__ = ["app", "main"]
@@ -87,30 +98,6 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the numbers as JSON.")]
-Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write result tables into this folder.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace results of another configuration in that folder.")]
-Certificate = Annotated[
-    Path | None,
-    typer.Option("--certificate", metavar="FILE", help="Gain certificate; made and checked anew if absent."),
-]
-Uncertified = Annotated[bool, typer.Option("--uncertified", help="Run a gain that nothing proves stable.")]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Root seed, in place of the one in the config.")]
-Model = Annotated[
-    str | None,
-    typer.Option("--model", metavar="DIR", help="Hugging Face folder or GGUF file; the embedded default if absent."),
-]
-Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file that describes the run.")]
-MaybeConfig = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file that describes the run.")]
-
-
-class BenchSize(enum.StrEnum):
-    """How much a benchmark does."""
-
-    SMALL = "small"
-    FULL = "full"
 
 
 @app.command()
@@ -332,13 +319,6 @@ def repro(
     raise typer.Exit(cli_run.repro(out, quick=quick, seed=seed, repeats=repeats, force=force, json_file=json_file))
 
 
-class Switch(enum.StrEnum):
-    """On or off."""
-
-    ON = "on"
-    OFF = "off"
-
-
 @bench_app.command("sim")
 def bench_sim(
     trace: Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Azure CSV of arrivals.")] = None,
@@ -381,6 +361,9 @@ def bench_certificate(
     from entropic_ctl import cli_run
 
     raise typer.Exit(cli_run.bench_certificate(context, theta, model, json_file=json_file))
+
+
+# Further commands, one module per group; each has ``register(app)``.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -56,9 +56,8 @@ def plan_columns(plan: StepPlan) -> dict[str, Any]:
 def result_columns(result: StepResult) -> dict[str, Any]:
     """Return a step result as plain lists."""
     out: dict[str, Any] = {}
-    for item in dataclasses.fields(result):
-        value = getattr(result, item.name)
-        out[item.name] = value.tolist() if isinstance(value, np.ndarray) else value
+    for name, value in result._asdict().items():
+        out[name] = value.tolist() if isinstance(value, np.ndarray) else value
     out["finished"] = finishes(result.finished)
     return out
 

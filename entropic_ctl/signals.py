@@ -1,15 +1,16 @@
 """The records that cross the boundary between the control plane and an engine, real or simulated.
 
 All per-row data are columns (one NumPy array per quantity), never lists of row objects: a simulator iteration
-costs a handful of array operations whatever the batch size. Records are frozen; arrays inside them are to be
-treated as read-only by the receiver. Entropies are in nats, times in seconds, sizes in tokens, bytes or pages.
+costs a handful of array operations whatever the batch size. Records are immutable named tuples; arrays
+inside them are to be treated as read-only by the receiver. Entropies are in nats, times in seconds, sizes in tokens,
+bytes or pages.
 """
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +64,10 @@ class Request:
         Explicit T = 0 mode: argmax, and no temperature law is run or updated for this request.
     prefix_hashes : tuple of int
         Chained hash of each *full* page of the prompt, for prefix caching; empty when unknown.
+    client : int
+        Who asks, for policies that share service between clients; -1: a client of its own.
+    expected_tokens : int
+        Predicted output length, for policies that order by it; 0 when unknown. The laws never see the true one.
     """
 
     id: int
@@ -71,6 +76,8 @@ class Request:
     max_new_tokens: int
     greedy: bool = False
     prefix_hashes: tuple[int, ...] = ()
+    client: int = -1
+    expected_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +89,12 @@ class Finish:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+_NO_IDS: IntArray = np.empty(0, np.int64)
+_NO_VALUES: FloatArray = np.empty(0, np.float64)
+_NO_IDS.flags.writeable = _NO_VALUES.flags.writeable = False
+
+
+class StepPlan(NamedTuple):
     """Decisions of one engine iteration.
 
     Row columns have length R, in the order in which rows are packed into the forward pass.
@@ -135,7 +146,7 @@ class StepPlan:
     rejected: tuple[Finish, ...]
     block_table: npt.NDArray[np.int32]
     allocated: npt.NDArray[np.int32]
-    admitted: IntArray = field(default_factory=lambda: np.empty(0, np.int64))
+    admitted: IntArray = _NO_IDS
 
     @property
     def n_rows(self) -> int:
@@ -161,8 +172,7 @@ class LogitView(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Tempered:
+class Tempered(NamedTuple):
     """What ``temper`` decided, one entry per sampling row; greedy rows have T = 0, H_tempered = V = 0.
 
     ``valid`` is False where the distribution has empty support or a NaN: such a row must end with
@@ -176,16 +186,7 @@ class Tempered:
     valid: npt.NDArray[np.bool_]
 
 
-def _empty_i() -> IntArray:
-    return np.empty(0, np.int64)
-
-
-def _empty_f() -> FloatArray:
-    return np.empty(0, np.float64)
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What one iteration did, as measured (engine) or modelled (simulator).
 
     Parameters
@@ -203,6 +204,8 @@ class StepResult:
         and the largest ``-ln(1 - m)`` in nats. Dense rows: 1, 0, 0, 0.
     kv_bytes, flops : float
         KV-cache bytes read (page metadata and scoring reads included) and floating-point operations.
+    energy_j : float
+        Joules spent (modelled, or counted by the machine); 0 where nobody knows.
     finished : tuple of Finish
         Requests the driver ended (EOS, stop string, empty support). Length and capacity are the batcher's.
     """
@@ -210,16 +213,17 @@ class StepResult:
     step: int
     start_s: float
     end_s: float
-    token_ids: IntArray = field(default_factory=_empty_i)
-    tokens: IntArray = field(default_factory=_empty_i)
-    temperature: FloatArray = field(default_factory=_empty_f)
-    model_entropy: FloatArray = field(default_factory=_empty_f)
-    tempered_entropy: FloatArray = field(default_factory=_empty_f)
-    varentropy: FloatArray = field(default_factory=_empty_f)
-    kept_fraction: FloatArray = field(default_factory=_empty_f)
-    pruned_mass_mean: FloatArray = field(default_factory=_empty_f)
-    pruned_mass_max: FloatArray = field(default_factory=_empty_f)
-    certificate_max: FloatArray = field(default_factory=_empty_f)
+    token_ids: IntArray = _NO_IDS
+    tokens: IntArray = _NO_IDS
+    temperature: FloatArray = _NO_VALUES
+    model_entropy: FloatArray = _NO_VALUES
+    tempered_entropy: FloatArray = _NO_VALUES
+    varentropy: FloatArray = _NO_VALUES
+    kept_fraction: FloatArray = _NO_VALUES
+    pruned_mass_mean: FloatArray = _NO_VALUES
+    pruned_mass_max: FloatArray = _NO_VALUES
+    certificate_max: FloatArray = _NO_VALUES
     kv_bytes: float = 0.0
     flops: float = 0.0
     finished: tuple[Finish, ...] = ()
+    energy_j: float = 0.0

@@ -37,14 +37,11 @@ roofline: it describes a fused kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import NamedTuple, Protocol
 
 from entropic_ctl import fields
 from entropic_ctl.errors import BadInputError
-from entropic_ctl.signals import FloatArray, IntArray
+from sim.load import StepLoad
 
 __all__ = [
     "DEVICES",
@@ -122,22 +119,20 @@ PRESETS = {"a100-80-llama-3-8b": ("a100-80", "llama-3-8b"), "cpu2-smollm2-135m":
 """Values of ``cost.preset``: (device, model)."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """What one iteration costs: seconds, floating-point operations, KV-cache bytes read."""
+class StepCost(NamedTuple):
+    """What one iteration costs: seconds, floating-point operations, KV-cache bytes read, joules (0: not modelled)."""
 
     seconds: float
     flops: float
     kv_bytes: float
+    energy_j: float = 0.0
 
 
 class CostModel(Protocol):
     """Charges for one iteration."""
 
-    def step(
-        self, context: IntArray, n_tokens: IntArray, samples: npt.NDArray[np.bool_], theta: FloatArray, kept: FloatArray
-    ) -> StepCost:
-        """Return the cost of running these rows; columns as in ``StepPlan``, ``kept`` the share of pages read."""
+    def step(self, load: StepLoad) -> StepCost:
+        """Return the cost of one iteration."""
         ...
 
 
@@ -148,16 +143,9 @@ class LinearCost:
     base_s: float = 0.0
     per_token_s: float = 1e-4
 
-    def step(
-        self,
-        context: IntArray,  # noqa: ARG002
-        n_tokens: IntArray,
-        samples: npt.NDArray[np.bool_],  # noqa: ARG002
-        theta: FloatArray,  # noqa: ARG002
-        kept: FloatArray,  # noqa: ARG002
-    ) -> StepCost:
+    def step(self, load: StepLoad) -> StepCost:
         """Return the linear cost."""
-        return StepCost(self.base_s + self.per_token_s * int(n_tokens.sum()), 0.0, 0.0)
+        return StepCost(self.base_s + self.per_token_s * load.tokens, 0.0, 0.0)
 
 
 class Roofline:
@@ -170,22 +158,12 @@ class Roofline:
     page_tokens : int
     dense_layers : int
         Leading layers that are never pruned; more than the model has means all.
-    protected_pages : int
-        Pages that are always read: a row that has no others costs what a dense one costs.
     """
 
-    def __init__(
-        self,
-        device: DeviceSpec,
-        model: ModelShape,
-        page_tokens: int = 16,
-        dense_layers: int = 2,
-        protected_pages: int = 0,
-    ) -> None:
-        self._protected_tokens = protected_pages * page_tokens
+    def __init__(self, device: DeviceSpec, model: ModelShape, page_tokens: int = 16, dense_layers: int = 2) -> None:
         self.device, self.model = device, model
         dense = min(dense_layers, model.layers)
-        self._dense_share, self._pruned_share = dense / model.layers, 1 - dense / model.layers
+        self._pruned_share = 1 - dense / model.layers
         self._score_bytes = 0.25 + 1.5 / page_tokens
         self._attention_flops = 4.0 * model.layers * model.q_heads * model.head_dim  # per query and key
         self._kv = float(model.kv_bytes_per_token)
@@ -200,63 +178,39 @@ class Roofline:
             compute_s, memory_s = memory_s, compute_s
         return compute_s + (1.0 - self.device.overlap) * memory_s
 
-    def _decode(self, context: IntArray, theta: FloatArray, kept: FloatArray) -> tuple[float, float]:
+    def _decode(self, load: StepLoad) -> tuple[float, float]:
         """Return FLOPs and KV bytes of the attention of decode rows."""
-        pruned = (theta > 0) & (context >= self._protected_tokens)
-        if not pruned.any():
-            total = float(context.sum())
-            return self._attention_flops * (total + context.shape[0]), self._kv * total
-        read = np.where(pruned, self._dense_share + self._pruned_share * (self._score_bytes + kept), 1.0)
-        done = np.where(pruned, self._dense_share + self._pruned_share * (0.5 + kept), 1.0)
-        return self._attention_flops * float(np.dot(context + 1, done)), self._kv * float(np.dot(context, read))
+        keys, read, rows = load.decode_context + load.decode_rows, load.decode_context, load.pruned_rows
+        if rows:
+            kept = load.pruned_kept_context
+            pruned_keys = load.pruned_context + rows
+            keys += self._pruned_share * (load.pruned_kept_context + load.pruned_kept - 0.5 * pruned_keys)
+            read += self._pruned_share * (kept - (1.0 - self._score_bytes) * load.pruned_context)
+        return self._attention_flops * keys, self._kv * read
 
-    def _prefill(self, cached: FloatArray, new: FloatArray) -> tuple[float, float]:
-        """Return FLOPs and KV bytes of the attention of prefill rows."""
-        return self._attention_flops * float(np.dot(new, cached + 0.5 * (new + 1.0))), self._kv * float(cached.sum())
-
-    def step(
-        self, context: IntArray, n_tokens: IntArray, samples: npt.NDArray[np.bool_], theta: FloatArray, kept: FloatArray
-    ) -> StepCost:
-        """Return the cost of one iteration (all arrays of shape (R,)).
-
-        Parameters
-        ----------
-        context, n_tokens : IntArray
-            Tokens cached before the step, and computed in it.
-        samples : bool array
-        theta : FloatArray
-            Budget in nats; read only as "pruned or not".
-        kept : FloatArray
-            Share of KV pages read in the pruned layers.
-        """
-        if n_tokens.shape[0] == 0:
+    def step(self, load: StepLoad) -> StepCost:
+        """Return the cost of one iteration."""
+        if load.rows == 0:
             return StepCost(self.device.overhead_s, 0.0, 0.0)
-        rows, tokens, sampling = n_tokens.shape[0], int(n_tokens.sum()), int(np.count_nonzero(samples))
-        layer_flops = 2.0 * self.model.layer_params * tokens
+        layer_flops = 2.0 * self.model.layer_params * load.tokens
         seconds = self.device.overhead_s + self._time(layer_flops / self._matmul_s, self._layer_bytes / self._bytes_s)
         flops, kv_bytes = layer_flops, 0.0
-        if sampling:
-            head_flops = 2.0 * self.model.head_params * sampling
+        if load.sampling:
+            head_flops = 2.0 * self.model.head_params * load.sampling
             seconds += self._time(head_flops / self._matmul_s, self._head_bytes / self._bytes_s)
             flops += head_flops
-        if tokens == sampling == rows:  # the steady state: nothing but decode rows
-            parts: tuple[tuple[float, float], ...] = (self._decode(context, theta, kept),)
-        else:
-            decode = samples & (n_tokens == 1)
-            rest = ~decode
-            prefill = self._prefill(context[rest].astype(np.float64), n_tokens[rest].astype(np.float64))
-            parts = (self._decode(context[decode], theta[decode], kept[decode]), prefill)
+        parts = [self._decode(load)] if load.decode_rows else []
+        if load.rows > load.decode_rows:
+            parts.append((self._attention_flops * load.prefill_pairs, self._kv * load.prefill_context))
         for part_flops, part_bytes in parts:
             seconds += self._time(part_flops / self._attention_s, part_bytes / self._bytes_s)
             flops, kv_bytes = flops + part_flops, kv_bytes + part_bytes
-        if self.device.pruning_step_s or self.device.pruning_token_s:
-            pruned = samples & (n_tokens == 1) & (theta > 0) & (context >= self._protected_tokens)
-            if pruned.any():
-                seconds += self.device.pruning_step_s + self.device.pruning_token_s * float(context[pruned].sum())
+        if load.pruned_rows:
+            seconds += self.device.pruning_step_s + self.device.pruning_token_s * load.pruned_context
         return StepCost(seconds, flops, kv_bytes)
 
 
-def preset(name: str, page_tokens: int = 16, dense_layers: int = 2, protected_pages: int = 0) -> Roofline:
+def preset(name: str, page_tokens: int = 16, dense_layers: int = 2) -> Roofline:
     """Return the cost model called ``name``.
 
     Parameters
@@ -267,8 +221,6 @@ def preset(name: str, page_tokens: int = 16, dense_layers: int = 2, protected_pa
         Page size of the KV pool.
     dense_layers : int
         Leading layers that are never pruned.
-    protected_pages : int
-        Pages that are always read: a row that has no others is not pruned.
 
     Raises
     ------
@@ -280,7 +232,7 @@ def preset(name: str, page_tokens: int = 16, dense_layers: int = 2, protected_pa
             "no such cost preset", where="cost", field="cost.preset", value=name, allowed=", ".join(sorted(PRESETS))
         )
     device, model = PRESETS[name]
-    return Roofline(DEVICES[device], MODELS[model], page_tokens, dense_layers, protected_pages)
+    return Roofline(DEVICES[device], MODELS[model], page_tokens, dense_layers)
 
 
 def kv_pages(device: DeviceSpec, model: ModelShape, page_tokens: int = 16, memory_share: float = 0.9) -> int:

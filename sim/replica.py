@@ -75,6 +75,8 @@ class Replica:
     metrics : Metrics
     pool_tokens : int
         Tokens the KV pool holds (bounds the work that can be outstanding).
+    protected_tokens : int
+        Context whose pages are always read.
     progress : callable, optional
     """
 
@@ -88,9 +90,10 @@ class Replica:
         workload: Workload,
         metrics: Metrics,
         pool_tokens: int,
+        protected_tokens: int = 0,
         progress: Progress | None = None,
     ) -> None:
-        self.env, self.loop, self.model = env, loop, StepModel(cost, trajectories)
+        self.env, self.loop, self.model = env, loop, StepModel(cost, trajectories, protected_tokens)
         self.workload, self.metrics, self.progress = workload, metrics, progress
         self.clock = Clock(float(env.now))
         self.iterations = self.submitted = self.left = 0
@@ -215,12 +218,10 @@ def simulate(
         ends=not workload.config.runs_to_limit,
     )
     trajectories.require_range(config.loop)
-    page = config.engine.page_tokens
+    page, pruning = config.engine.page_tokens, config.loop.pruning.config
     trajectories.response.require_rule(config.loop.pruning, page)
     if cost is None:
-        pruning = config.loop.pruning.config
-        protected = pruning.sink_pages + pruning.recent_pages
-        cost = costs.preset(config.cost.preset, page, pruning.dense_layers, protected)
+        cost = costs.preset(config.cost.preset, page, pruning.dense_layers)
     loop = Loop(config.loop, config.engine, int(bank.meta["vocab_size"]), verdict=verdict, uncertified=uncertified)
     metrics = Metrics(page, keep_tokens=keep_tokens, target_nats=getattr(law, "target_nats", None))
     env = simpy.Environment()
@@ -232,6 +233,7 @@ def simulate(
         workload=workload,
         metrics=metrics,
         pool_tokens=config.engine.pages * page,
+        protected_tokens=(pruning.sink_pages + pruning.recent_pages) * page,
         progress=progress,
     )
     env.process(replica.run())

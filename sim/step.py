@@ -13,6 +13,7 @@ import numpy as np
 from entropic_ctl.signals import Finish, FinishReason, FloatArray, IntArray, LogitView, StepPlan, StepResult, Tempered
 from sim.clock import Clock
 from sim.cost import CostModel
+from sim.load import measure
 from sim.trajectories import Trajectories
 
 __all__ = ["StepModel"]
@@ -27,6 +28,8 @@ class StepModel:
     ----------
     cost : CostModel
     trajectories : Trajectories
+    protected_tokens : int
+        Context below which a row has only pages that are always read, so that pruning changes nothing.
 
     Attributes
     ----------
@@ -35,7 +38,8 @@ class StepModel:
     decode_tokens : int
     """
 
-    def __init__(self, cost: CostModel, trajectories: Trajectories) -> None:
+    def __init__(self, cost: CostModel, trajectories: Trajectories, protected_tokens: int = 0) -> None:
+        self._protected_tokens = protected_tokens
         self.cost, self.trajectories = cost, trajectories
         self.kl_sum, self.decode_tokens = 0.0, 0
         self._last: StepPlan | None = None
@@ -61,7 +65,8 @@ class StepModel:
         self._last = plan
         samples, ids = plan.samples, self._ids
         kept, mean, worst, nats, theta, shift = self._prune(plan)
-        charge = self.cost.step(plan.context, plan.n_tokens, samples, theta, kept)
+        load = measure(plan.context, plan.n_tokens, samples, theta, kept, protected_tokens=self._protected_tokens)
+        charge = self.cost.step(load)
         start_s = clock.now_s
         end_s = clock.advance(charge.seconds)
         if not ids.shape[0]:
@@ -75,6 +80,7 @@ class StepModel:
                 certificate_max=nats,
                 kv_bytes=charge.kv_bytes,
                 flops=charge.flops,
+                energy_j=charge.energy_j,
             )
         at, last = self.trajectories.select(ids)
         if shift is not None and ids.shape[0] < shift.shape[0]:
@@ -100,6 +106,7 @@ class StepModel:
             charge.kv_bytes,
             charge.flops,
             finished,
+            charge.energy_j,
         )
 
     def _prune(

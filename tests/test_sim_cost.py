@@ -12,15 +12,18 @@ from hypothesis import strategies as st
 
 from entropic_ctl.errors import BadInputError
 from sim.cost import DEVICES, MODELS, PRESETS, DeviceSpec, LinearCost, ModelShape, Roofline, kv_pages, preset
+from sim.load import StepLoad, measure
 
 TINY = ModelShape("tiny", 4, 2, 1, 8, 1000.0, 500.0, 3000.0, 50)  # 128 KV bytes per token, 256 FLOPs per query and key
 UNIT = DeviceSpec("unit", 1e3, 1e3, 1e6, overhead_s=0.5)
 
 
-def run(model: Roofline, rows: list[tuple[int, int, bool]], theta: float = 0.0, kept: float = 1.0) -> Any:
+def run(
+    model: Roofline, rows: list[tuple[int, int, bool]], theta: float = 0.0, kept: float = 1.0, protected: int = 0
+) -> Any:
     context, n, samples = (np.array(column) for column in zip(*rows, strict=True))
     full = np.full(len(rows), 1.0)
-    return model.step(context, n, samples.astype(bool), theta * full, kept * full)
+    return model.step(measure(context, n, samples.astype(bool), theta * full, kept * full, protected_tokens=protected))
 
 
 def test_decode_by_hand() -> None:
@@ -63,9 +66,10 @@ def test_a_slow_pruning_implementation_is_charged_per_step_and_token() -> None:
 
 def test_a_row_of_protected_pages_only_costs_what_a_dense_one_costs() -> None:
     slow = dataclasses.replace(UNIT, pruning_step_s=3.0)
-    model = Roofline(slow, TINY, 16, dense_layers=1, protected_pages=5)
-    assert run(model, [(79, 1, True)], theta=0.02, kept=0.9) == run(model, [(79, 1, True)])
-    assert run(model, [(80, 1, True)], theta=0.02, kept=0.9).seconds > run(model, [(80, 1, True)]).seconds + 2.9
+    model = Roofline(slow, TINY, 16, dense_layers=1)
+    assert run(model, [(79, 1, True)], theta=0.02, kept=0.9, protected=80) == run(model, [(79, 1, True)])
+    pruned = run(model, [(80, 1, True)], theta=0.02, kept=0.9, protected=80)
+    assert pruned.seconds > run(model, [(80, 1, True)]).seconds + 2.9
 
 
 def test_prefill_is_never_pruned() -> None:
@@ -90,8 +94,7 @@ def test_order_of_rows_does_not_matter_and_work_is_monotone(rows: list[tuple[int
 
 
 def test_an_iteration_without_rows_still_takes_its_overhead() -> None:
-    empty = np.empty(0, np.int64)
-    cost = preset("cpu2-smollm2-135m").step(empty, empty, empty.astype(bool), np.empty(0), np.empty(0))
+    cost = preset("cpu2-smollm2-135m").step(StepLoad(0, 0, 0, 0, 0.0))
     assert cost.seconds == DEVICES["cpu2"].overhead_s > 0
     assert cost.flops == cost.kv_bytes == 0
 
@@ -100,7 +103,7 @@ def test_an_iteration_without_rows_still_takes_its_overhead() -> None:
 def test_cpu_preset_is_close_to_what_was_measured(rows: int, measured_ms: float) -> None:
     model = preset("cpu2-smollm2-135m")
     n, samples = np.ones(rows, np.int64), np.arange(rows) < 8
-    got = model.step(0 * n, n, samples, np.zeros(rows), np.ones(rows)).seconds * 1e3
+    got = model.step(measure(0 * n, n, samples, np.zeros(rows), np.ones(rows))).seconds * 1e3
     assert got == pytest.approx(measured_ms, rel=0.1)
 
 
@@ -120,5 +123,4 @@ def test_unknown_preset_lists_the_known_ones() -> None:
 
 
 def test_linear_cost() -> None:
-    two = np.array([2, 3])
-    assert LinearCost(1.0, 0.5).step(two, two, two > 0, two * 0.0, two * 1.0).seconds == 3.5
+    assert LinearCost(1.0, 0.5).step(StepLoad(2, 5, 2, 0, 0.0)).seconds == 3.5
