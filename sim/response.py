@@ -11,13 +11,13 @@ The interpolation and its edges are ours.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from entropic_ctl.bank import Bank
+from entropic_ctl.compiled import compiled
 from entropic_ctl.config import LawSpec
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.base import PruningConfig
@@ -35,8 +35,7 @@ def cell(edges: FloatArray, x: npt.NDArray[Any]) -> IntArray:
     return np.asarray(i, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Responses:
+class Responses(NamedTuple):
     """The response to pruning, per row (columns of shape (R,))."""
 
     kept: FloatArray
@@ -106,7 +105,8 @@ class Response:
         BadInputError
             If a theta lies outside the recorded ones.
         """
-        if theta.size and not (theta.min() >= 0.0 and theta.max() <= self._theta[-1] * (1 + _SLACK)):
+        out, beyond, inside = _look_up(self._context, self._theta, self._table, context, theta)
+        if not inside:
             raise BadInputError(
                 "theta outside the recorded response",
                 where="entropy bank",
@@ -114,18 +114,58 @@ class Response:
                 value=[float(theta.min()), float(theta.max())],
                 allowed=f"[0, {self._theta[-1]:g}]",
             )
-        wide = self._theta.shape[0]
-        i, j = cell(self._context, context), cell(self._theta, theta)
-        left, below = self._context[i], self._theta[j]
-        x = (context - left) / (self._context[i + 1] - left)  # >= 0
-        beyond = x > 1.0
-        if beyond.any():
-            self.beyond_context += int(np.count_nonzero(beyond))
-            x[beyond] = 1.0
-        y = np.minimum((theta - below) / (self._theta[j + 1] - below), 1.0)
-        at, table, xy = i * wide + j, self._table, x * y
-        out = table[at] * (1.0 - x - y + xy)[:, None]
-        out += table[at + 1] * (y - xy)[:, None]
-        out += table[at + wide] * (x - xy)[:, None]
-        out += table[at + wide + 1] * xy[:, None]
-        return Responses(*out.T)
+        self.beyond_context += beyond
+        return Responses(*out)
+
+
+def _bilinear(
+    contexts: FloatArray, thetas: FloatArray, table: FloatArray, context: IntArray, theta: FloatArray
+) -> tuple[FloatArray, int, bool]:
+    """Return the interpolated columns, shape (6, R), how many contexts lay above the last, if every theta is inside."""
+    wide = thetas.shape[0]
+    i, j = cell(contexts, context), cell(thetas, theta)
+    left, below = contexts[i], thetas[j]
+    x = (context - left) / (contexts[i + 1] - left)  # >= 0
+    beyond = x > 1.0
+    x[beyond] = 1.0
+    y = np.minimum((theta - below) / (thetas[j + 1] - below), 1.0)
+    at, xy = i * wide + j, x * y
+    out = table[at] * (1.0 - x - y + xy)[:, None]
+    out += table[at + 1] * (y - xy)[:, None]
+    out += table[at + wide] * (x - xy)[:, None]
+    out += table[at + wide + 1] * xy[:, None]
+    inside = bool(((theta >= 0.0) & (theta <= thetas[-1] * (1 + _SLACK))).all())
+    return out.T, int(np.count_nonzero(beyond)), inside
+
+
+@compiled
+def _bilinear_loop(
+    contexts: FloatArray, thetas: FloatArray, table: FloatArray, context: IntArray, theta: FloatArray
+) -> tuple[FloatArray, int, bool]:
+    """Twin of :func:`_bilinear`."""
+    rows, columns, wide = context.shape[0], table.shape[1], thetas.shape[0]
+    out = np.empty((columns, rows))
+    beyond, inside = 0, True
+    for r in range(rows):
+        i = j = 0
+        inside &= theta[r] >= 0.0 and theta[r] <= thetas[-1] * (1 + _SLACK)
+        while i < contexts.shape[0] - 2 and contexts[i + 1] <= context[r]:
+            i += 1
+        while j < wide - 2 and thetas[j + 1] <= theta[r]:
+            j += 1
+        x = (context[r] - contexts[i]) / (contexts[i + 1] - contexts[i])
+        if x > 1.0:
+            beyond += 1
+            x = 1.0
+        y = min((theta[r] - thetas[j]) / (thetas[j + 1] - thetas[j]), 1.0)
+        at, xy = i * wide + j, x * y
+        a, b, c = 1.0 - x - y + xy, y - xy, x - xy
+        for k in range(columns):
+            value = table[at, k] * a
+            value += table[at + 1, k] * b
+            value += table[at + wide, k] * c
+            out[k, r] = value + table[at + wide + 1, k] * xy
+    return out, beyond, inside
+
+
+_look_up = _bilinear_loop or _bilinear
