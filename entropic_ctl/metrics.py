@@ -57,6 +57,9 @@ _REQUEST: dict[str, npt.DTypeLike] = {
 }
 
 
+_NOBODY: IntArray = np.empty(0, np.int64)
+
+
 class Metrics(Collector):
     """Collector of one run.
 
@@ -99,8 +102,11 @@ class Metrics(Collector):
         self._requests = Columns(_REQUEST)
         self._row_of_id: dict[int, int] = {}
         self._row_of_slot: IntArray = np.full(64, -1, np.int64)
-        self._ids: IntArray = np.empty(0, np.int64)  # who was served in the last step, and their rows
-        self._rows: IntArray = np.empty(0, np.int64)
+        self._ids: IntArray = _NOBODY  # who was served in the last step, and their rows
+        self._rows: IntArray = _NOBODY
+        self._token_ids: IntArray = _NOBODY  # whose tokens were accepted in it, where in the plan, and their rows
+        self._token_where: Any = slice(None)
+        self._token_rows: IntArray = _NOBODY
         self._n_steps = 0
         self._end_s = 0.0
         self._steps = StepBuffer(page_tokens, max_steps)
@@ -183,18 +189,19 @@ class Metrics(Collector):
         """
         if plan.admitted.shape[0]:
             self._admit(plan.admitted, result.start_s)
-        if not np.array_equal(plan.ids, self._ids):
+        if plan.ids is not self._ids:  # a repeated plan shares its row columns
             self._take_seats(plan, result.start_s)
-        for request_id in plan.preempted.tolist():
-            self._requests["preemptions"][self._row(request_id)] += 1
+        if plan.preempted.shape[0]:
+            for request_id in plan.preempted.tolist():
+                self._requests["preemptions"][self._row(request_id)] += 1
         if result.token_ids.shape[0]:
             self._take_tokens(plan, result)
         self._steps.add(plan, result, self.live)
         self.ledger.add(result.flops, result.kv_bytes, result.end_s - result.start_s)
         self._n_steps += 1
         self._end_s = result.end_s
-        leaving = {finish.id: finish for finish in (*plan.rejected, *finished)}
-        if leaving:
+        if plan.rejected or finished:
+            leaving = {finish.id: finish for finish in (*plan.rejected, *finished)}
             self._close_seats()
             for finish in leaving.values():
                 self._leave(finish, result.end_s)
@@ -262,19 +269,21 @@ class Metrics(Collector):
         waits[rows] = np.maximum(waits[rows], self._n_steps - self._requests["last_step"][rows] - 1)
         waits_s = self._requests["wait_s"]
         waits_s[rows] = np.maximum(waits_s[rows], start_s - self._requests["last_end_s"][rows])
-        self._ids, self._rows = plan.ids.copy(), rows
+        self._ids, self._rows = plan.ids, rows
 
     def _close_seats(self) -> None:
         """Write down when those served in the last step were served last, and forget the seating."""
         if self._rows.shape[0]:
             self._requests["last_step"][self._rows] = self._n_steps - 1
             self._requests["last_end_s"][self._rows] = self._end_s
-            self._ids = self._rows = np.empty(0, np.int64)
+            self._ids = self._rows = self._token_ids = _NOBODY
 
     def _take_tokens(self, plan: StepPlan, result: StepResult) -> None:
         ids = result.token_ids
-        if np.array_equal(ids, self._ids):
-            where: Any = slice(None)
+        if ids is self._token_ids:
+            where = self._token_where
+        elif np.array_equal(ids, self._ids):
+            where = slice(None)
         else:
             where = np.flatnonzero(plan.samples)
             if not np.array_equal(ids, self._ids[where]):  # speculation: several tokens of one request
@@ -283,7 +292,9 @@ class Metrics(Collector):
                 where = order[np.minimum(place, order.shape[0] - 1)] if order.shape[0] else order
                 if where.shape[0] == 0 or not np.array_equal(self._ids[where], ids):
                     raise BadInputError("a token of a request that did not run", field="token_ids", value=ids.tolist())
-        self._tokens.add(self._rows[where], plan, result, where)
+        if ids is not self._token_ids:
+            self._token_ids, self._token_where, self._token_rows = ids, where, self._rows[where]
+        self._tokens.add(self._token_rows, plan, result, where)
 
     def _leave(self, finish: Finish, now_s: float) -> None:
         row = self._row(finish.id)

@@ -39,6 +39,7 @@ _STEP: dict[str, npt.DTypeLike] = {
     "mass_max": np.float64,
     "certificate_max": np.float64,
 }
+_REPORTED = (("kept_fraction", 1.0), ("pruned_mass_mean", 0.0), ("pruned_mass_max", 0.0), ("certificate_max", 0.0))
 _FIRST, _LAST = ("step", "start_s"), ("end_s",)
 _MAX = ("live", "mass_max", "certificate_max")
 
@@ -57,55 +58,44 @@ class StepBuffer:
     def __init__(self, page_tokens: int, max_steps: int) -> None:
         self._page, self._max_steps = page_tokens, max_steps
         self._done = Columns(_STEP)
-        self._scalars: list[tuple[float, ...]] = []
-        self._n = 0
-        self._ints = {name: np.empty(_BLOCK, np.int64) for name in ("context", "n_tokens")}
-        self._floats = {name: np.empty(_BLOCK) for name in ("kept", "mass", "mass_max", "certificate")}
+        self._pending: list[tuple[StepPlan, StepResult, int]] = []
+        self._rows = 0
 
     def add(self, plan: StepPlan, result: StepResult, live: int) -> None:
         """Note one step."""
-        rows = plan.ids.shape[0]
-        if self._n + rows > self._ints["context"].shape[0]:
-            self.flush()
-            if rows > _BLOCK:
-                self._ints = {name: np.empty(rows, np.int64) for name in self._ints}
-                self._floats = {name: np.empty(rows) for name in self._floats}
-        a, b = self._n, self._n + rows
-        self._n = b
-        self._ints["context"][a:b], self._ints["n_tokens"][a:b] = plan.context, plan.n_tokens
-        floats = self._floats
-        if result.kept_fraction.shape[0] or not rows:
-            floats["kept"][a:b], floats["mass"][a:b] = result.kept_fraction, result.pruned_mass_mean
-            floats["mass_max"][a:b], floats["certificate"][a:b] = result.pruned_mass_max, result.certificate_max
-        else:  # nothing reported: dense
-            floats["kept"][a:b] = 1.0
-            for name in ("mass", "mass_max", "certificate"):
-                floats[name][a:b] = 0.0
-        self._scalars.append(
-            (
-                plan.step,
-                rows,
-                result.token_ids.shape[0],
-                live,
-                plan.paused.shape[0],
-                plan.preempted.shape[0],
-                result.start_s,
-                result.end_s,
-                result.kv_bytes,
-                result.flops,
-            )
-        )
-        if len(self._scalars) >= _BLOCK:
+        self._pending.append((plan, result, live))
+        self._rows += plan.ids.shape[0]
+        if self._rows >= _BLOCK or len(self._pending) >= _BLOCK:
             self.flush()
 
     def flush(self) -> None:
         """Reduce what is buffered."""
-        if not self._scalars:
+        pending = self._pending
+        if not pending:
             return
-        scalars = np.array(self._scalars, np.float64).T
+        scalars = np.array(
+            [
+                (
+                    plan.step,
+                    plan.ids.shape[0],
+                    result.token_ids.shape[0],
+                    live,
+                    plan.paused.shape[0],
+                    plan.preempted.shape[0],
+                    result.start_s,
+                    result.end_s,
+                    result.kv_bytes,
+                    result.flops,
+                )
+                for plan, result, live in pending
+            ],
+            np.float64,
+        ).T
         rows = scalars[1].astype(np.int64)
-        context, n_tokens = self._ints["context"][: self._n], self._ints["n_tokens"][: self._n]
-        floats = {name: data[: self._n] for name, data in self._floats.items()}
+        context = np.concatenate([plan.context for plan, _, _ in pending])
+        n_tokens = np.concatenate([plan.n_tokens for plan, _, _ in pending])
+        kept, mass, mass_max, certificate = (self._reported(name, dense) for name, dense in _REPORTED)
+        self._pending, self._rows = [], 0
         held = (context + n_tokens + (self._page - 1)) // self._page
         decode = (n_tokens == 1) & (context > 0)
         some = np.flatnonzero(rows)
@@ -129,21 +119,27 @@ class StepBuffer:
             scheduled_tokens=per_step(np.add, n_tokens),
             decode_rows=per_step(np.add, decode.astype(np.int64)),
             pages_held=per_step(np.add, held),
-            pages_read=per_step(np.add, held * floats["kept"]),
+            pages_read=per_step(np.add, held * kept),
             start_s=scalars[6],
             end_s=scalars[7],
             busy_s=scalars[7] - scalars[6],
             kv_bytes=scalars[8],
             flops=scalars[9],
-            kept_sum=per_step(np.add, floats["kept"] * decode),
-            mass_sum=per_step(np.add, floats["mass"] * decode),
-            mass_max=per_step(np.maximum, floats["mass_max"]),
-            certificate_max=per_step(np.maximum, floats["certificate"]),
+            kept_sum=per_step(np.add, kept * decode),
+            mass_sum=per_step(np.add, mass * decode),
+            mass_max=per_step(np.maximum, mass_max),
+            certificate_max=per_step(np.maximum, certificate),
         )
-        self._scalars.clear()
-        self._n = 0
         while self._done.n > self._max_steps:
             self._merge()
+
+    def _reported(self, name: str, dense: float) -> FloatArray:
+        """Return a row column of the pending results; a step that reported nothing was dense."""
+        parts = (
+            column if (column := getattr(result, name)).shape[0] else np.full(plan.ids.shape[0], dense)
+            for plan, result, _ in self._pending
+        )
+        return np.concatenate(list(parts))
 
     def _merge(self) -> None:
         even = self._done.n - self._done.n % 2
@@ -182,13 +178,9 @@ class TokenBuffer:
         Keep every token.
     """
 
-    _EXTRA = ("temperature", "varentropy", "theta_nats", "kept_fraction")
-
     def __init__(self, requests: Columns, clock: EntropicClock, target_nats: float | None, keep: bool) -> None:
         self._requests, self._clock, self._target = requests, clock, target_nats
-        self._rows: IntArray = np.empty(_BLOCK, np.int64)
-        names = ("time_s", "model_entropy", "tempered_entropy", *(self._EXTRA if keep else ()))
-        self._data: dict[str, FloatArray] = {name: np.empty(_BLOCK) for name in names}
+        self._pending: list[tuple[IntArray, StepPlan, StepResult, Any]] = []
         self._n = 0
         kept: dict[str, npt.DTypeLike] = {"id": np.int64, "index": np.int64}
         kept |= {
@@ -203,39 +195,47 @@ class TokenBuffer:
         self._kept = Columns(kept) if keep else None
 
     def add(self, rows: IntArray, plan: StepPlan, result: StepResult, where: Any) -> None:
-        """Note the tokens of one step; ``where`` selects their plan rows."""
-        m = rows.shape[0]
-        if self._n + m > self._rows.shape[0]:
+        """Note the tokens of one step: their requests' rows, and what selects their plan rows."""
+        self._pending.append((rows, plan, result, where))
+        self._n += rows.shape[0]
+        if self._n >= _BLOCK:
             self.flush()
-            if m > self._rows.shape[0]:
-                self._rows = np.empty(m, np.int64)
-                self._data = {name: np.empty(m) for name in self._data}
-        a, b = self._n, self._n + m
-        self._n = b
-        data = self._data
-        self._rows[a:b] = rows
-        data["time_s"][a:b] = result.end_s
-        data["model_entropy"][a:b], data["tempered_entropy"][a:b] = result.model_entropy, result.tempered_entropy
-        if self._kept is not None:
-            data["temperature"][a:b], data["varentropy"][a:b] = result.temperature, result.varentropy
-            data["theta_nats"][a:b] = plan.theta_nats[where]
-            data["kept_fraction"][a:b] = result.kept_fraction[where] if result.kept_fraction.shape[0] else 1.0
 
     def flush(self) -> None:
         """Reduce what is buffered."""
-        if self._n == 0:
+        if not self._pending:
             return
-        rows = self._rows[: self._n]
-        data = {name: column[: self._n] for name, column in self._data.items()}
+        pending, results = self._pending, [result for _, _, result, _ in self._pending]
+        rows = np.concatenate([rows for rows, _, _, _ in pending])
+        ends = np.array([result.end_s for result in results])
+        time_s = np.repeat(ends, [rows.shape[0] for rows, _, _, _ in pending])
+        model = np.concatenate([result.model_entropy for result in results])
+        tempered = np.concatenate([result.tempered_entropy for result in results])
         runs = Runs.of(rows)
         if self._kept is not None:
             index: IntArray = np.empty(self._n, np.int64)
             index[runs.order] = runs.rank + np.repeat(self._requests["output_tokens"][runs.keys], runs.lengths)
-            self._kept.append(self._n, id=self._requests["id"][rows], index=index, **data)
-        self._times(runs, data["time_s"][runs.order])
-        self._entropies(runs, data["model_entropy"][runs.order], data["tempered_entropy"][runs.order])
+            self._kept.append(
+                self._n,
+                id=self._requests["id"][rows],
+                index=index,
+                time_s=time_s,
+                temperature=np.concatenate([result.temperature for result in results]),
+                model_entropy=model,
+                tempered_entropy=tempered,
+                varentropy=np.concatenate([result.varentropy for result in results]),
+                theta_nats=np.concatenate([plan.theta_nats[where] for _, plan, _, where in pending]),
+                kept_fraction=np.concatenate(
+                    [
+                        result.kept_fraction[where] if result.kept_fraction.shape[0] else np.ones(rows.shape[0])
+                        for rows, _, result, where in pending
+                    ]
+                ),
+            )
+        self._times(runs, time_s[runs.order])
+        self._entropies(runs, model[runs.order], tempered[runs.order])
         self._requests["output_tokens"][runs.keys] += runs.lengths
-        self._n = 0
+        self._pending, self._n = [], 0
 
     def _times(self, runs: Runs, time_s: FloatArray) -> None:
         columns, keys = self._requests, runs.keys
