@@ -221,6 +221,7 @@ class Batcher:
             rejected=(),
             block_table=self.pages.view,
             allocated=self.pages.take_log(),
+            pages_used=self.pages.pool.used,
         )
 
     def _draw(self, score: Score) -> None:
@@ -285,6 +286,7 @@ class Batcher:
             block_table=table.view,
             allocated=table.take_log(),
             admitted=admitted,
+            pages_used=table.pool.used,
         )
 
     def _set_event(self, order: IntArray) -> None:

@@ -2,11 +2,11 @@
 
 A :class:`Metrics` is fed the events of a run (submitted, refused, step) and yields three tables and a summary.
 
-Definitions. TTFT: end of the step that gave the first token, minus arrival. Gap: time between consecutive tokens
-(tokens accepted in one step have gap 0). E2E: last token minus arrival, so TTFT + sum of gaps = E2E whatever was
-preempted and recomputed in between. TPOT: sum of gaps / (tokens - 1), undefined below two tokens. Wait: iterations, and
-seconds, between two services of a live request (from arrival for the first). Requests in = finished + refused +
-cancelled + live.
+Definitions (all of them: ``METRICS.md``). TTFT: end of the step that gave the first token, minus arrival. Gap: time
+between consecutive tokens (tokens accepted in one step have gap 0), also called inter-token latency. E2E: last token
+minus arrival, so TTFT + sum of gaps = E2E whatever was preempted and recomputed in between. TPOT: sum of gaps /
+(tokens - 1), undefined below two tokens. Wait: iterations, and seconds, between two services of a live request (from
+arrival for the first). Requests in = finished + refused + cancelled + live.
 
 Memory. A request costs about 200 bytes for good (percentiles need it), a step nothing once ``max_steps`` is reached
 (neighbouring rows of the steps table are then merged, sums kept), a token nothing unless ``keep_tokens``. Steps go
@@ -24,9 +24,11 @@ import numpy.typing as npt
 from entropic_ctl.clock import CostLedger, EntropicClock
 from entropic_ctl.collectors import Collector
 from entropic_ctl.columns import Columns
+from entropic_ctl.config import SloConfig
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.metrics_buffer import StepBuffer, TokenBuffer
-from entropic_ctl.metrics_summary import REASONS, requests_table, steps_table, summarise
+from entropic_ctl.metrics_summary import Measured, summarise
+from entropic_ctl.metrics_tables import REASONS, requests_table, steps_table
 from entropic_ctl.signals import Finish, FinishReason, IntArray, Request, StepPlan, StepResult
 
 __all__ = ["Metrics"]
@@ -36,6 +38,7 @@ _REQUEST: dict[str, npt.DTypeLike] = {
     "status": np.int8,  # index into REASONS; 0 is live
     "prompt_tokens": np.int64,
     "max_new_tokens": np.int64,
+    "client": np.int64,
     "output_tokens": np.int64,
     "preemptions": np.int64,
     "wait_steps": np.int64,
@@ -72,6 +75,12 @@ class Metrics(Collector):
         Weight of the filtered clock, in (0, 1].
     max_steps : int
         Longest steps table; at least 2.
+    pool_pages : int
+        Pages of the KV pool, for its share in use; 0 when unknown.
+    slo : SloConfig, optional
+        Latency objective that goodput counts against.
+    idle_w : float
+        Watts while nothing runs.
 
     Attributes
     ----------
@@ -89,13 +98,16 @@ class Metrics(Collector):
         target_nats: float | None = None,
         filter_weight: float = 0.2,
         max_steps: int = 2**20,
+        pool_pages: int = 0,
+        slo: SloConfig | None = None,
+        idle_w: float = 0.0,
     ) -> None:
         if page_tokens < 1:
             raise BadInputError("not a page size", field="page_tokens", value=page_tokens, allowed=">= 1")
         if max_steps < 2:
             raise BadInputError("not a table length", field="max_steps", value=max_steps, allowed=">= 2")
         self.clock, self.ledger = EntropicClock(weight=filter_weight), CostLedger()
-        self._target = target_nats
+        self._target, self._pool_pages, self._slo, self._idle_w = target_nats, pool_pages, slo, idle_w
         self._requests = Columns(_REQUEST)
         self._row_of_id: dict[int, int] = {}
         self._row_of_slot: IntArray = np.full(64, -1, np.int64)
@@ -128,6 +140,7 @@ class Metrics(Collector):
             id=request.id,
             prompt_tokens=request.prompt_tokens,
             max_new_tokens=request.max_new_tokens,
+            client=request.client,
             last_step=self._n_steps - 1,
             arrival_s=request.arrival_s,
             last_end_s=request.arrival_s,
@@ -190,7 +203,7 @@ class Metrics(Collector):
         if result.token_ids.shape[0]:
             self._take_tokens(plan, result)
         self._steps.add(plan, result, self.live)
-        self.ledger.add(result.flops, result.kv_bytes, result.end_s - result.start_s)
+        self.ledger.add(result.flops, result.kv_bytes, result.end_s - result.start_s, result.energy_j)
         self._n_steps += 1
         self._end_s = result.end_s
         leaving = {finish.id: finish for finish in (*plan.rejected, *finished)}
@@ -222,8 +235,20 @@ class Metrics(Collector):
         return self._tokens.table()
 
     def summary(self) -> dict[str, float | int | None]:
-        """Return the run's headline numbers, JSON-able; undefined ones are None. See :func:`summarise`."""
-        return summarise(self.requests_table(), self.steps_table(), self.ledger)
+        """Return the run's headline numbers, JSON-able; undefined ones are None. See ``METRICS.md``."""
+        return summarise(self.measured())
+
+    def measured(self) -> Measured:
+        """Return everything that :func:`~entropic_ctl.metrics_summary.summarise` reads."""
+        return Measured(
+            self.requests_table(),
+            self.steps_table(),
+            self.ledger,
+            self._tokens.gaps,
+            pool_pages=self._pool_pages,
+            slo=self._slo,
+            idle_w=self._idle_w,
+        )
 
     def _row(self, request_id: int) -> int:
         try:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from entropic_ctl.clock import EntropicClock, Runs
 from entropic_ctl.columns import Columns
 from entropic_ctl.errors import BadInputError
+from entropic_ctl.histogram import DurationHistogram
 from entropic_ctl.signals import FloatArray, IntArray, StepPlan, StepResult
 
 __all__ = ["StepBuffer", "TokenBuffer"]
@@ -23,24 +24,29 @@ _STEP: dict[str, npt.DTypeLike] = {
     "rows": np.int64,
     "output_tokens": np.int64,
     "live": np.int64,
+    "waiting": np.int64,
     "paused": np.int64,
     "preempted": np.int64,
     "scheduled_tokens": np.int64,
     "decode_rows": np.int64,
     "pages_held": np.float64,
+    "pages_used": np.float64,
     "pages_read": np.float64,
     "start_s": np.float64,
     "end_s": np.float64,
     "busy_s": np.float64,
+    "row_seconds": np.float64,
+    "page_seconds": np.float64,
     "kv_bytes": np.float64,
     "flops": np.float64,
+    "energy_j": np.float64,
     "kept_sum": np.float64,
     "mass_sum": np.float64,
     "mass_max": np.float64,
     "certificate_max": np.float64,
 }
 _FIRST, _LAST = ("step", "start_s"), ("end_s",)
-_MAX = ("live", "mass_max", "certificate_max")
+_MAX = ("live", "waiting", "pages_used", "mass_max", "certificate_max")
 
 
 class StepBuffer:
@@ -50,8 +56,9 @@ class StepBuffer:
     ----------
     page_tokens : int
     max_steps : int
-        When the table is longer, neighbouring rows are merged: counts and costs add up, ``live`` and the maxima
-        take the larger, ``steps`` counts the iterations a row stands for.
+        When the table is longer, neighbouring rows are merged: counts and costs add up, what is counted at one
+        moment (live, waiting, pages used) and the maxima take the larger, ``steps`` counts the iterations a row stands
+        for.
     """
 
     def __init__(self, page_tokens: int, max_steps: int) -> None:
@@ -93,6 +100,8 @@ class StepBuffer:
                 result.end_s,
                 result.kv_bytes,
                 result.flops,
+                result.energy_j,
+                plan.pages_used,
             )
         )
         if len(self._scalars) >= _BLOCK:
@@ -103,7 +112,7 @@ class StepBuffer:
         if not self._scalars:
             return
         scalars = np.array(self._scalars, np.float64).T
-        rows = scalars[1].astype(np.int64)
+        rows, busy = scalars[1].astype(np.int64), scalars[7] - scalars[6]
         context, n_tokens = self._ints["context"][: self._n], self._ints["n_tokens"][: self._n]
         floats = {name: data[: self._n] for name, data in self._floats.items()}
         held = (context + n_tokens + (self._page - 1)) // self._page
@@ -124,17 +133,22 @@ class StepBuffer:
             rows=rows,
             output_tokens=scalars[2],
             live=scalars[3],
+            waiting=scalars[3] - scalars[1],
             paused=scalars[4],
             preempted=scalars[5],
             scheduled_tokens=per_step(np.add, n_tokens),
             decode_rows=per_step(np.add, decode.astype(np.int64)),
             pages_held=per_step(np.add, held),
+            pages_used=scalars[11],
             pages_read=per_step(np.add, held * floats["kept"]),
             start_s=scalars[6],
             end_s=scalars[7],
-            busy_s=scalars[7] - scalars[6],
+            busy_s=busy,
+            row_seconds=scalars[1] * busy,
+            page_seconds=scalars[11] * busy,
             kv_bytes=scalars[8],
             flops=scalars[9],
+            energy_j=scalars[10],
             kept_sum=per_step(np.add, floats["kept"] * decode),
             mass_sum=per_step(np.add, floats["mass"] * decode),
             mass_max=per_step(np.maximum, floats["mass_max"]),
@@ -180,6 +194,11 @@ class TokenBuffer:
         H* for the mean square about the target.
     keep : bool
         Keep every token.
+
+    Attributes
+    ----------
+    gaps : DurationHistogram
+        Times between consecutive tokens of a request, all requests together.
     """
 
     _EXTRA = ("temperature", "varentropy", "theta_nats", "kept_fraction")
@@ -190,6 +209,7 @@ class TokenBuffer:
         names = ("time_s", "model_entropy", "tempered_entropy", *(self._EXTRA if keep else ()))
         self._data: dict[str, FloatArray] = {name: np.empty(_BLOCK) for name in names}
         self._n = 0
+        self.gaps = DurationHistogram()
         kept: dict[str, npt.DTypeLike] = {"id": np.int64, "index": np.int64}
         kept |= {
             "time_s": np.float64,
@@ -249,6 +269,7 @@ class TokenBuffer:
         columns["gap_sum_s"][keys] += np.add.reduceat(gaps, runs.starts)
         columns["gap_max_s"][keys] = np.maximum(columns["gap_max_s"][keys], np.maximum.reduceat(gaps, runs.starts))
         columns["last_token_s"][keys] = time_s[runs.starts + runs.lengths - 1]
+        self.gaps.add(np.delete(gaps, runs.starts[new]) if new.any() else gaps)  # a first token ends no gap
 
     def _entropies(self, runs: Runs, model: FloatArray, tempered: FloatArray) -> None:
         columns, keys, starts = self._requests, runs.keys, runs.starts

@@ -269,6 +269,6 @@ def test_memory_does_not_grow_with_steps_or_tokens(monkeypatch: pytest.MonkeyPat
             reserved.append([c._capacity for c in (m._requests, m._steps._done)])
     assert reserved[0] == reserved[1] == reserved[2]
     assert max(reserved[2]) <= 1024
-    assert m.summary()["steps"] == 4000
+    assert m.summary()["iterations"] == 4000
     assert m.summary()["output_tokens"] == 4000
     assert len(m.steps_table()["step"]) <= 64
