@@ -252,7 +252,7 @@ def _rates(measured: Measured, finished: npt.NDArray[np.bool_]) -> Summary:
         "output_tokens": tokens,
         "makespan_s": _number(span),
         "busy_s": busy_s,
-        "utilisation": _per(busy_s, span * measured.replicas),
+        "utilisation": _per(min(busy_s, span * measured.replicas), span * measured.replicas),
         "throughput_tokens_per_s": _per(tokens, span),
         "throughput_requests_per_s": _per(done, span),
         "goodput_requests_per_s": _per(int(met.sum()), span) if limits else None,

@@ -151,7 +151,7 @@ class Entropic:
         outside = replica.outstanding - known.shape[0]
         prompts = replica.outstanding_prompt_tokens - int(view.prompt_tokens.sum())
         waiting = prompts / budget + prompts / (page * pool) + outside / replica.max_batch
-        return float((shares * weight).sum()) + waiting
+        return float(np.dot(shares, weight)) + float(waiting)
 
 
 def _mix(key: int, index: int) -> int:
