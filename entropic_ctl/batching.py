@@ -206,7 +206,7 @@ class Batcher:
         pages.pool.took(allocated.shape[0])
         return StepPlan(
             step, now_s, last.ids, last.slots, context, last.n_tokens, last.samples, last.greedy, budget, last.n_draft,
-            last.paused, _NONE, (), pages.view, allocated,
+            last.paused, _NONE, (), pages.view, allocated, pages_used=pages.pool.used,
         )  # fmt: skip
 
     def _seat_all(self, now_s: float, theta: FloatArray) -> StepPlan | None:
@@ -235,7 +235,7 @@ class Batcher:
         admitted, self._admitted = self._admitted, _NONE
         return StepPlan(
             step, now_s, rows.ids, s.live, rows.context, rows.n_tokens, rows.samples, rows.greedy, rows.theta,
-            np.zeros(s.live.shape[0], np.int64), _NONE, _NONE, (), pages.view, rows.allocated, admitted,
+            np.zeros(s.live.shape[0], np.int64), _NONE, _NONE, (), pages.view, rows.allocated, admitted, pages.pool.used,
         )  # fmt: skip
 
     def _draw(self, score: Score) -> None:
@@ -301,6 +301,7 @@ class Batcher:
             block_table=table.view,
             allocated=table.take_log(),
             admitted=admitted,
+            pages_used=table.pool.used,
         )
 
     def _set_event(self, order: IntArray) -> None:

@@ -29,6 +29,8 @@ from entropic_ctl.cli_options import (
     MaybeConfig,
     Model,
     Out,
+    Perfetto,
+    PerfettoSeconds,
     Seed,
     Switch,
     Uncertified,
@@ -151,8 +153,12 @@ def simulate(
     uncertified: Uncertified = False,
     seed: Seed = None,
     force: Force = False,
+    perfetto: Perfetto = None,
+    perfetto_seconds: PerfettoSeconds = None,
 ) -> None:
     """Run a workload through the discrete-event simulator and print what it measured.
+
+    `entropic_ctl/METRICS.md` in the sources defines every number. `[cluster] replicas = 4` runs four behind a router.
 
     Example: `entropic simulate run.toml --trace azure.csv --out out/azure`
     """
@@ -167,6 +173,8 @@ def simulate(
         uncertified=uncertified,
         seed=seed,
         force=force,
+        perfetto=perfetto,
+        perfetto_seconds=perfetto_seconds,
     )
 
 
@@ -194,6 +202,8 @@ def generate(
     certificate: Certificate = None,
     uncertified: Uncertified = False,
     seed: Seed = None,
+    perfetto: Perfetto = None,
+    perfetto_seconds: PerfettoSeconds = None,
 ) -> None:
     """Generate text with the real engine, under the loop of a config.
 
@@ -217,6 +227,8 @@ def generate(
         certificate=certificate,
         uncertified=uncertified,
         seed=seed,
+        perfetto=perfetto,
+        perfetto_seconds=perfetto_seconds,
     )
 
 

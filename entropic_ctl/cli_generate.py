@@ -51,6 +51,8 @@ def generate(
     certificate: Path | None,
     uncertified: bool,
     seed: int | None,
+    perfetto: Path | None = None,
+    perfetto_seconds: float | None = None,
 ) -> None:
     """Run one request to its end; the text goes to standard output, and an interrupt keeps what there is of it."""
     text = read_prompt(prompt, prompt_file)
@@ -58,30 +60,36 @@ def generate(
     inputs = (prompt_file, config_file, certificate)
     cli_output.check_file(json_file, "--json", *inputs, log)
     cli_output.check_file(log, "--log", *inputs)
+    cli_output.check_file(perfetto, "--perfetto", *inputs, log, json_file)
+    lines = cli_run.timeline(perfetto, perfetto_seconds)
     cli_run.say(f"loading {config.model.path}")
     loaded = cli_run.load_model(config)
     verdict = cli_run.certify(config, loaded.vocab_size, certificate, uncertified=uncertified)
-    metrics = cli_run.need("entropic_ctl.metrics", "").Metrics(config.engine.page_tokens, keep_tokens=True)
+    metrics = cli_run.need("entropic_ctl.metrics", "").Metrics(
+        config.engine.page_tokens, keep_tokens=True, pool_pages=config.engine.pages, slo=config.slo
+    )
     screen = console()
     view = cli_live.GenerationView(screen)
     sampling = cli_run.need("backends.sampling", "engine")
     params = sampling.SamplingParams(max_new_tokens=max_tokens, seed=config.seed, greedy=greedy, stop=stop)
-    tee, recorder = Tee(metrics, view), cli_run.recorder(log)
-    with cli_run.placed(config_file):
-        engine = cli_run.need("backends.engine", "engine").Engine(
-            config, loaded, verdict=verdict, uncertified=uncertified, recorder=recorder, metrics=tee
-        )
-    number = engine.submit(text, params, chat=chat)
-    output = engine.outputs[number]
-    stopped: KeyboardInterrupt | OSError | None = None
-    try:
-        if screen.is_terminal:
-            with view.showing():
-                engine.run(on_text=lambda _, piece: view.add_text(piece))
-        else:
-            engine.run(on_text=lambda _, piece: write(piece))
-    except (KeyboardInterrupt, OSError) as error:  # interrupted, or nobody can read the text any more
-        stopped = error
+    recorder = cli_run.recorder(log)
+    with lines as drawn:
+        tee = Tee(metrics, view, *([] if drawn is None else [drawn.replica(0)]))
+        with cli_run.placed(config_file):
+            engine = cli_run.need("backends.engine", "engine").Engine(
+                config, loaded, verdict=verdict, uncertified=uncertified, recorder=recorder, metrics=tee
+            )
+        number = engine.submit(text, params, chat=chat)
+        output = engine.outputs[number]
+        stopped: KeyboardInterrupt | OSError | None = None
+        try:
+            if screen.is_terminal:
+                with view.showing():
+                    engine.run(on_text=lambda _, piece: view.add_text(piece))
+            else:
+                engine.run(on_text=lambda _, piece: write(piece))
+        except (KeyboardInterrupt, OSError) as error:  # interrupted, or nobody can read the text any more
+            stopped = error
     reason = output.finish.reason if output.finish is not None else None
     if reason is FinishReason.REJECTED:
         raise BadInputError(f"the request can never be served: {output.finish.detail}", where="generate")

@@ -8,7 +8,20 @@ from typing import Annotated
 
 import typer
 
-__all__ = ["Certificate", "Config", "Force", "Json", "MaybeConfig", "Model", "Out", "Seed", "Switch", "Uncertified"]
+__all__ = [
+    "Certificate",
+    "Config",
+    "Force",
+    "Json",
+    "MaybeConfig",
+    "Model",
+    "Out",
+    "Perfetto",
+    "PerfettoSeconds",
+    "Seed",
+    "Switch",
+    "Uncertified",
+]
 
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the numbers as JSON.")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Write result tables into this folder.")]
@@ -25,6 +38,15 @@ Model = Annotated[
 ]
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file that describes the run.")]
 MaybeConfig = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="TOML file that describes the run.")]
+
+Perfetto = Annotated[
+    Path | None,
+    typer.Option("--perfetto", metavar="FILE", help="Also write a timeline for https://ui.perfetto.dev (JSON)."),
+]
+PerfettoSeconds = Annotated[
+    float | None,
+    typer.Option("--perfetto-seconds", metavar="S", help="Only the first S seconds of the run in that timeline."),
+]
 
 
 class Switch(enum.StrEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,12 @@ __all__ = [
     "repro",
     "say",
     "simulate",
+    "timeline",
     "with_overrides",
     "write_json",
 ]
 
+_PER_REPLICA = ("requests_in", "output_tokens", "utilisation", "e2e_mean_s", "queue_depth_mean", "kv_use_mean")
 _QUICK_RECORD = {"max_new_tokens": 16, "contexts": (256, 512), "texts": 1, "positions": 4}
 _OURS = ("entropic_ctl", "sim", "backends", "proofs", "figures", "paper_repro")
 
@@ -132,6 +134,21 @@ def write_json(path: Path | None, values: Mapping[str, Any], settings: RunConfig
     results.write_json(path, {**values, "stamp": results.stamp(settings, seed)})
 
 
+def timeline(path: Path | None, seconds: float | None) -> Any:
+    """Return a context manager that yields an open trace file, or None without a path.
+
+    Raises
+    ------
+    BadInputError
+        If only a duration is given, or it is not positive.
+    """
+    if path is None:
+        if seconds is not None:
+            raise BadInputError("no timeline to cut", where="--perfetto-seconds", remedy="also pass --perfetto FILE")
+        return contextlib.nullcontext()
+    return need("entropic_ctl.perfetto", "").PerfettoFile(path, seconds=seconds)
+
+
 def recorder(path: Path | None) -> Any:
     """Return a recorder that writes to ``path``, or None."""
     return need("entropic_ctl.recording", "").Recorder(path) if path is not None else None
@@ -144,6 +161,18 @@ def _show(title: str, values: Mapping[str, Any]) -> None:
     table.add_column(justify="right", overflow="fold")
     for name, value in _leaves(values):
         table.add_row(name, _text(value))
+    console().print(table)
+
+
+def _show_groups(groups: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print numbers by subject, in one table."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(overflow="fold")
+    table.add_column(justify="right", overflow="fold")
+    for group, values in groups.items():
+        table.add_row(group, style="bold")
+        for name, value in values.items():
+            table.add_row(f"  {name}", _text(value))
     console().print(table)
 
 
@@ -220,12 +249,14 @@ def simulate(
     uncertified: bool,
     seed: int | None,
     force: bool,
+    perfetto: Path | None = None,
+    perfetto_seconds: float | None = None,
 ) -> None:
     """Simulate a config."""
     config = with_overrides(load_config(config_file), seed=seed, trace=trace)
-    cli_output.check_file(
-        json_file, "--json", out, config_file, trace, certificate, config.cost.bank, config.workload.trace
-    )
+    inputs = (config_file, trace, certificate, config.cost.bank, config.workload.trace)
+    cli_output.check_file(json_file, "--json", out, *inputs)
+    cli_output.check_file(perfetto, "--perfetto", json_file, out, *inputs)
     verdict = certify(config, _bank_vocabulary(config), certificate, uncertified=uncertified)
     replica = need("sim.replica", "sim")
 
@@ -233,8 +264,8 @@ def simulate(
         def progress(left: int, total: int, now_s: float) -> None:
             report(f"{left:,} of {total:,} requests, {now_s:,.1f} s simulated", left / max(1, total))
 
-        with placed(config_file):
-            return replica.simulate(config, verdict=verdict, uncertified=uncertified, progress=progress)
+        with timeline(perfetto, perfetto_seconds) as lines, placed(config_file):
+            return replica.simulate(config, verdict=verdict, uncertified=uncertified, progress=progress, trace=lines)
 
     if out is None:
         with cli_live.progress("simulate") as report:
@@ -245,12 +276,31 @@ def simulate(
         with cli_output.folder(out, subject, force=force) as work, cli_live.progress("simulate") as report:
             result = run(report)
             stamp = results.stamp(config, config.seed)
-            for name, table in (("requests", result.requests), ("steps", result.steps)):
+            tables = {"requests": result.requests, "steps": result.steps}
+            if result.replicas:
+                tables["replicas"] = _by_replica(result.replicas)
+            for name, table in tables.items():
                 for suffix in ("parquet", "csv"):
                     results.write_table(work / f"{name}.{suffix}", table, stamp)
             results.write_json(work / "summary.json", {"summary": result.summary, "stamp": stamp})
-    write_json(json_file, {"summary": result.summary}, config)
-    _show("simulation", result.summary)
+    replicas = {"replicas": list(result.replicas)} if result.replicas else {}
+    write_json(json_file, {"summary": result.summary, **replicas}, config)
+    groups = need("entropic_ctl.metrics_summary", "").grouped(result.summary)
+    for index, values in enumerate(result.replicas):
+        groups[f"replica {index}"] = {name: values[name] for name in _PER_REPLICA}
+    _show_groups(groups)
+    if perfetto is not None:
+        say(f"timeline: {perfetto}; open it at https://ui.perfetto.dev")
+
+
+def _by_replica(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the replicas' summaries as a table; undefined numbers are NaN."""
+    numpy = need("numpy", "")
+    columns = {
+        name: numpy.array([numpy.nan if each[name] is None else each[name] for each in summaries])
+        for name in summaries[0]
+    }
+    return {"replica": numpy.arange(len(summaries)), **columns}
 
 
 def record(out: Path, *, model: str | None, seed: int, quick: bool, json_file: Path | None) -> None:

@@ -226,7 +226,7 @@ class Runs:
 
 @dataclass
 class CostLedger:
-    """What was spent, in the three currencies of d tau / dC.
+    """What was spent, in the currencies of d tau / dC.
 
     Parameters
     ----------
@@ -236,13 +236,16 @@ class CostLedger:
         KV-cache bytes read, page metadata and scoring reads included.
     seconds : float
         Time the engine was busy (sum of step durations).
+    joules : float
+        Energy of the steps; 0 where nobody knows.
     """
 
     flops: float = 0.0
     kv_bytes: float = 0.0
     seconds: float = 0.0
+    joules: float = 0.0
 
-    def add(self, flops: float, kv_bytes: float, seconds: float) -> None:
+    def add(self, flops: float, kv_bytes: float, seconds: float, joules: float = 0.0) -> None:
         """Charge one step.
 
         Raises
@@ -250,14 +253,15 @@ class CostLedger:
         BadInputError
             If an amount is negative or not finite: costs only ever grow.
         """
-        for name, amount in (("flops", flops), ("kv_bytes", kv_bytes), ("seconds", seconds)):
+        for name, amount in (("flops", flops), ("kv_bytes", kv_bytes), ("seconds", seconds), ("joules", joules)):
             if not 0.0 <= amount < math.inf:
                 raise BadInputError("not a cost", field=name, value=amount, allowed="finite, >= 0")
         self.flops += flops
         self.kv_bytes += kv_bytes
         self.seconds += seconds
+        self.joules += joules
 
     def efficiency(self, tau_nats: float) -> dict[str, float | None]:
-        """Return d tau / dC per currency: nats per FLOP, per KV byte, per second; None where nothing was spent."""
-        spent = {"flop": self.flops, "kv_byte": self.kv_bytes, "second": self.seconds}
+        """Return d tau / dC per currency: nats per FLOP, KV byte, second and joule; None where nothing was spent."""
+        spent = {"flop": self.flops, "kv_byte": self.kv_bytes, "second": self.seconds, "joule": self.joules}
         return {f"tau_per_{name}": tau_nats / cost if cost > 0 else None for name, cost in spent.items()}

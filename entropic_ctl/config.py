@@ -20,12 +20,14 @@ from entropic_ctl import fields, registry
 from entropic_ctl.errors import BadInputError
 
 __all__ = [
+    "ClusterConfig",
     "CostConfig",
     "EngineConfig",
     "LawSpec",
     "LoopConfig",
     "ModelConfig",
     "RunConfig",
+    "SloConfig",
     "WorkloadConfig",
     "digest",
     "load",
@@ -116,6 +118,40 @@ class CostConfig:
 
 
 @dataclass(frozen=True)
+class ClusterConfig:
+    """How many replicas of the engine the simulator runs, and who sends a request to which."""
+
+    replicas: int = fields.integer(1, 1, 4096, "replicas of [engine] behind the router")
+    router: str = fields.choice(
+        "round_robin", ("round_robin", "least_loaded", "prefix_affinity", "entropic"), "see sim/routers.py"
+    )
+    affinity_pages: int = fields.integer(4, 1, 10**6, "prefix_affinity: full prompt pages that name a replica")
+    load_guard: float = fields.number(
+        1.25, 1.0, 1e6, "prefix_affinity: most load of the named replica, in mean loads; else the least loaded"
+    )
+
+    def __post_init__(self) -> None:
+        fields.check(self)
+
+
+@dataclass(frozen=True)
+class SloConfig:
+    """Latency objective of one request, for goodput; 0 is no limit."""
+
+    ttft_s: float = fields.number(0.0, 0.0, 1e9, "most seconds to the first token")
+    tpot_s: float = fields.number(0.0, 0.0, 1e9, "most seconds per further token, mean over the request")
+    e2e_s: float = fields.number(0.0, 0.0, 1e9, "most seconds from arrival to the last token")
+
+    def __post_init__(self) -> None:
+        fields.check(self)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The limits that are set, seconds, by the request table's column."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if value > 0}
+
+
+@dataclass(frozen=True)
 class LawSpec:
     """A named law with its parameters."""
 
@@ -154,13 +190,22 @@ class RunConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     cost: CostConfig = field(default_factory=CostConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    slo: SloConfig = field(default_factory=SloConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
 
     def __post_init__(self) -> None:
         fields.check(self)
 
 
-_PLAIN = {"workload": WorkloadConfig, "engine": EngineConfig, "model": ModelConfig, "cost": CostConfig}
+_PLAIN = {
+    "workload": WorkloadConfig,
+    "engine": EngineConfig,
+    "model": ModelConfig,
+    "cost": CostConfig,
+    "cluster": ClusterConfig,
+    "slo": SloConfig,
+}
 
 
 class _Lines:

@@ -279,7 +279,7 @@ def _finite_columns(first: FloatArray, second: FloatArray) -> bool:
 @compiled
 def _finite_loop(first: FloatArray, second: FloatArray) -> bool:
     """Twin of :func:`_finite_columns`."""
-    for i in range(first.shape[0]):
+    for i in range(first.shape[0]):  # noqa: SIM110 - compiled: a loop, not a generator
         if not (np.isfinite(first[i]) and np.isfinite(second[i])):
             return False
     return True

@@ -129,6 +129,8 @@ class StepPlan(NamedTuple):
     admitted : IntArray
         Ids that got a slot just before this plan. From here on the waiting bound holds for them; the time before, in
         the queue for a slot, depends on the load and has no bound.
+    pages_used : int
+        Pages of the pool that live requests hold when this plan runs, shared ones once, those of paused rows included.
     """
 
     step: int
@@ -147,6 +149,7 @@ class StepPlan(NamedTuple):
     block_table: npt.NDArray[np.int32]
     allocated: npt.NDArray[np.int32]
     admitted: IntArray = _NO_IDS
+    pages_used: int = 0
 
     @property
     def n_rows(self) -> int:

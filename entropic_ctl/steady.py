@@ -35,7 +35,9 @@ class Rows(NamedTuple):
     decode_only: bool
 
 
-def _take(slots: IntArray, counts: IntArray, held: IntArray, table: Pages, stack: Pages, free: int, refs: Pages) -> Pages:
+def _take(
+    slots: IntArray, counts: IntArray, held: IntArray, table: Pages, stack: Pages, free: int, refs: Pages
+) -> Pages:
     """Give ``counts[i]`` pages from the top of the stack to slot ``slots[i]``; return the triples."""
     total = int(counts.sum())
     log: Pages = np.empty((total, 3), np.int32)

@@ -15,27 +15,29 @@ A replica that makes no progress raises :class:`~entropic_ctl.errors.NoProgressE
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import simpy
 
 from entropic_ctl.bank import Bank
 from entropic_ctl.certificates import Verdict
+from entropic_ctl.collectors import Collector, Tee
 from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import NoProgressError
 from entropic_ctl.loop import Loop
-from entropic_ctl.metrics import Metrics
+from entropic_ctl.perfetto import PerfettoFile
 from entropic_ctl.signals import Finish, StepPlan, StepResult
-from sim import cost as costs
-from sim.arrivals import Workload, make_workload
+from sim.arrivals import Job, Workload, make_workload
 from sim.clock import Clock
+from sim.cost import CostModel
+from sim.maker import Maker
 from sim.step import StepModel
 from sim.trajectories import Trajectories, load_bank
 
-__all__ = ["MAX_IDLE_PLANS", "MAX_REDONE_POOLS", "Replica", "SimulationResult", "simulate"]
+__all__ = ["MAX_IDLE_PLANS", "MAX_REDONE_POOLS", "Replica", "SimulationResult", "Source", "simulate"]
 
 MAX_IDLE_PLANS = 1000
 MAX_REDONE_POOLS = 10
@@ -49,15 +51,37 @@ Progress = Callable[[int, int, float], None]
 class SimulationResult:
     """Tables (columns by name) and summary of one run; see :mod:`entropic_ctl.metrics` for the columns and units.
 
-    ``summary`` also has ``kl_nats_mean`` (recorded KL to dense attention, mean over decode tokens), ``iterations``,
-    ``requests_in`` (submitted), ``requests_out`` (left, refused ones included), ``trace_rows_skipped``, and two counts
-    of tokens for which the bank was read at its edge: ``bank_context_beyond`` and ``bank_temperature_beyond``.
+    ``summary`` also has ``kl_nats_mean`` (recorded KL to dense attention, mean over decode tokens),
+    ``trace_rows_skipped``, and two counts of tokens for which the bank was read at its edge: ``bank_context_beyond``
+    and ``bank_temperature_beyond``.
     """
 
     requests: dict[str, np.ndarray]
     steps: dict[str, np.ndarray]
     tokens: dict[str, np.ndarray] | None
     summary: dict[str, Any]
+    replicas: tuple[dict[str, Any], ...] = ()
+    """Of a cluster: the summary of each replica; the tables then have a column ``replica``."""
+
+
+class Source(Protocol):
+    """Where a replica gets its requests: a :class:`~sim.arrivals.Workload`, or a router's inbox."""
+
+    def __len__(self) -> int:
+        """Return the number of requests in all."""
+        ...
+
+    def next_s(self) -> float | None:
+        """Return when the next request arrives, None while none is known."""
+        ...
+
+    def arrived(self, now_s: float) -> Iterable[Job]:
+        """Remove and return what has arrived (something false when nothing has)."""
+        ...
+
+    def left(self, request_id: int, now_s: float) -> None:
+        """Hear that a request left."""
+        ...
 
 
 class Replica:
@@ -70,14 +94,17 @@ class Replica:
         The control plane.
     cost : CostModel
     trajectories : Trajectories
-    workload : Workload
+    workload : Source
         Source of jobs; told who left.
-    metrics : Metrics
+    metrics : Collector
+        Hears every submission, refusal and step.
     pool_tokens : int
         Tokens the KV pool holds (bounds the work that can be outstanding).
     protected_tokens : int
         Context whose pages are always read.
     progress : callable, optional
+    idle : callable, optional
+        Returns the event that wakes a replica whose source knows of no further request; without it the replica ends.
     """
 
     def __init__(
@@ -85,16 +112,17 @@ class Replica:
         env: simpy.Environment,
         loop: Loop,
         *,
-        cost: costs.CostModel,
+        cost: CostModel,
         trajectories: Trajectories,
-        workload: Workload,
-        metrics: Metrics,
+        workload: Source,
+        metrics: Collector,
         pool_tokens: int,
         protected_tokens: int = 0,
         progress: Progress | None = None,
+        idle: Callable[[], simpy.Event] | None = None,
     ) -> None:
         self.env, self.loop, self.model = env, loop, StepModel(cost, trajectories, protected_tokens)
-        self.workload, self.metrics, self.progress = workload, metrics, progress
+        self.workload, self.metrics, self.progress, self._idle_event = workload, metrics, progress, idle
         self.clock = Clock(float(env.now))
         self.iterations = self.submitted = self.left = 0
         self._idle, self._redone, self._redone_limit = 0, 0, MAX_REDONE_POOLS * pool_tokens
@@ -107,7 +135,10 @@ class Replica:
             if not (loop.live or loop.backlog):
                 upcoming = work.next_s()
                 if upcoming is None:
-                    return
+                    if self._idle_event is None:
+                        return
+                    yield self._idle_event()
+                    continue
                 yield self._until(clock.jump(upcoming))
                 continue
             start_s = clock.now_s
@@ -174,10 +205,11 @@ def simulate(
     progress: Progress | None = None,
     keep_tokens: bool = False,
     bank: Bank | None = None,
-    cost: costs.CostModel | None = None,
+    cost: CostModel | None = None,
     workload: Workload | None = None,
+    trace: PerfettoFile | None = None,
 ) -> SimulationResult:
-    """Run one simulation to its end.
+    """Run one simulation to its end; of several replicas if the configuration says so (:mod:`sim.cluster`).
 
     Parameters
     ----------
@@ -192,6 +224,8 @@ def simulate(
         Also return a table with one row per token.
     bank, cost, workload : optional
         In place of those named by the configuration.
+    trace : PerfettoFile, optional
+        An open trace file that every replica writes into.
 
     Returns
     -------
@@ -212,45 +246,40 @@ def simulate(
     if workload is None:
         greedy = law.temperature == 0.0
         workload = make_workload(config.workload, config.seed, Trajectories.count_prompts(bank), greedy=greedy)
-    trajectories = Trajectories(
-        bank,
-        workload.prompt,
-        workload.xi,
-        base_temperature=law.temperature,
-        ends=not workload.config.runs_to_limit,
-    )
-    trajectories.require_range(config.loop)
-    page, pruning = config.engine.page_tokens, config.loop.pruning.config
-    trajectories.response.require_rule(config.loop.pruning, page)
-    if cost is None:
-        cost = costs.preset(config.cost.preset, page, pruning.dense_layers)
-    loop = Loop(config.loop, config.engine, int(bank.meta["vocab_size"]), verdict=verdict, uncertified=uncertified)
-    metrics = Metrics(page, keep_tokens=keep_tokens, target_nats=getattr(law, "target_nats", None))
+    if config.cluster.replicas > 1:
+        from sim.cluster import simulate_cluster
+
+        return simulate_cluster(
+            config,
+            verdict=verdict,
+            uncertified=uncertified,
+            progress=progress,
+            keep_tokens=keep_tokens,
+            bank=bank,
+            cost=cost,
+            workload=workload,
+            trace=trace,
+        )
     env = simpy.Environment()
+    collector = trace.replica(0) if trace is not None else None
+    maker = Maker(config, bank, workload, cost, verdict=verdict, uncertified=uncertified, keep_tokens=keep_tokens)
+    parts = maker.parts()
+    metrics = parts.metrics
     replica = Replica(
         env,
-        loop,
-        cost=cost,
-        trajectories=trajectories,
+        parts.loop,
+        cost=maker.cost,
+        trajectories=parts.trajectories,
         workload=workload,
-        metrics=metrics,
-        pool_tokens=config.engine.pages * page,
-        protected_tokens=(pruning.sink_pages + pruning.recent_pages) * page,
+        metrics=metrics if collector is None else Tee(metrics, collector),
+        pool_tokens=maker.pool_tokens,
+        protected_tokens=maker.protected_tokens,
         progress=progress,
     )
     env.process(replica.run())
     env.run()
     if progress is not None:
         progress(replica.left, len(workload), replica.clock.now_s)
-    summary: dict[str, Any] = dict(metrics.summary())
-    summary.update(
-        iterations=replica.iterations,
-        requests_in=replica.submitted,
-        requests_out=replica.left,
-        kl_nats_mean=replica.model.kl_sum / replica.model.decode_tokens if replica.model.decode_tokens else 0.0,
-        trace_rows_skipped=workload.skipped_rows,
-        bank_context_beyond=trajectories.response.beyond_context,
-        bank_temperature_beyond=trajectories.clamped_tokens,
-    )
+    measured = metrics.measured()
     tokens = metrics.tokens_table() if keep_tokens else None
-    return SimulationResult(metrics.requests_table(), metrics.steps_table(), tokens, summary)
+    return SimulationResult(measured.requests, measured.steps, tokens, maker.summary(measured, [replica.model]))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from entropic_ctl.signals import Finish, FinishReason, FloatArray, IntArray, LogitView, StepPlan, StepResult, Tempered
+from entropic_ctl.signals import Finish, FinishReason, FloatArray, LogitView, StepPlan, StepResult, Tempered
 from sim.clock import Clock
 from sim.cost import CostModel
 from sim.load import measure
@@ -67,7 +67,9 @@ class StepModel:
         self._last = plan
         samples, ids = plan.samples, self._ids
         kept, mean, worst, nats, shift = self._prune(plan)
-        load = measure(plan.context, plan.n_tokens, samples, plan.theta_nats, kept, protected_tokens=self._protected_tokens)
+        load = measure(
+            plan.context, plan.n_tokens, samples, plan.theta_nats, kept, protected_tokens=self._protected_tokens
+        )
         charge = self.cost.step(load)
         start_s = clock.now_s
         end_s = clock.advance(charge.seconds)

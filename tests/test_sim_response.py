@@ -29,12 +29,16 @@ def test_response_is_bounded_and_monotone(context: float, theta: float) -> None:
 
 def test_response_by_hand() -> None:
     response = Response(BANK)
-    got = response(np.array([0, 128, 256, 640, 4096, 9999]), np.array([0.1, 0.1, 0.1, 0.075, 0.2, 0.2]), np.ones(6, np.bool_))
+    got = response(
+        np.array([0, 128, 256, 640, 4096, 9999]), np.array([0.1, 0.1, 0.1, 0.075, 0.2, 0.2]), np.ones(6, np.bool_)
+    )
     np.testing.assert_allclose(got.kept, [1.0, 0.9, 0.8, (0.825 + 0.45) / 2, 0.11, 0.11])
     assert response.beyond_context == 1
     with pytest.raises(BadInputError, match="theta_nats"):
         response(np.array([10]), np.array([0.21]), np.ones(1, np.bool_))
-    prefill = response(np.array([640, 640]), np.array([0.1, 0.0]), np.array([False, True]))  # nor a row without a budget
+    prefill = response(
+        np.array([640, 640]), np.array([0.1, 0.0]), np.array([False, True])
+    )  # nor a row without a budget
     assert (prefill.kept == 1.0).all()
     assert (np.array(prefill[1:]) == 0.0).all()
 

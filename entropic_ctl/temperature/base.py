@@ -17,7 +17,6 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-
 from entropic_ctl import fields
 from entropic_ctl.arrays import clip, namespace
 from entropic_ctl.errors import BadInputError

@@ -20,7 +20,6 @@ from typing import ClassVar
 
 import numpy as np
 
-
 from entropic_ctl import fields
 from entropic_ctl.arrays import clip, namespace
 from entropic_ctl.compiled import compiled

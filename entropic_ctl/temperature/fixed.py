@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-
 from entropic_ctl.arrays import namespace
 from entropic_ctl.signals import Array, LogitView
 from entropic_ctl.temperature.base import Stateless, TemperatureConfig, TemperatureLaw

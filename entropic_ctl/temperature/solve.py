@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-
 from entropic_ctl import fields
 from entropic_ctl.arrays import clip, namespace
 from entropic_ctl.signals import Array, LogitView

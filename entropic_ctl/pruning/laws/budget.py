@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-
 from entropic_ctl import fields
 from entropic_ctl.arrays import clip, namespace
 from entropic_ctl.compiled import compiled
