@@ -34,7 +34,7 @@ from entropic_ctl.acceptance import Outcome, limit_finish, match_tokens, publish
 from entropic_ctl.config import EngineConfig
 from entropic_ctl.errors import BadInputError, NoProgressError
 from entropic_ctl.ordering import draw_order, share_tokens
-from entropic_ctl.scheduling.base import EntropySignals, ScheduleView, SchedulingConfig
+from entropic_ctl.scheduling.base import Departures, EntropySignals, ScheduleView, SchedulingConfig
 from entropic_ctl.seating import Seating
 from entropic_ctl.signals import Finish, FloatArray, IntArray, Request, StepPlan, StepResult
 from entropic_ctl.slots import PageTable, SlotTable
@@ -75,6 +75,7 @@ class Batcher:
         self._steady = False  # the last plan can be repeated: decode rows only, nothing left to decide
         self._last: StepPlan | None = None
         self._open = False  # a plan with rows waits for its result
+        self._departed: list[tuple[int, int, int, int]] = []  # since the last draw; columns of Departures
 
     @property
     def live(self) -> int:
@@ -120,7 +121,10 @@ class Batcher:
         return True
 
     def _remove(self, slots: list[int]) -> None:
-        for slot in slots:
+        s = self.slots
+        for slot, computed in zip(slots, s.prompt_computed(np.asarray(slots)).tolist(), strict=True):
+            generated = int(s.known[slot] - s.prompt[slot])
+            self._departed.append((int(s.order[slot]), int(s.client[slot]), computed, generated))
             self.pages.drop(slot)
         self.slots.remove(slots)
         self._changed = True
@@ -145,6 +149,7 @@ class Batcher:
         """Return the columns a macro policy scores, for these slots."""
         s, at = self.slots, self._step
         last_run = s.last_run[slots]
+        departed = np.array(self._departed, np.int64).reshape(-1, 4).T
         return ScheduleView(
             now_s=now_s,
             arrival_s=s.arrival_s[slots],
@@ -166,6 +171,10 @@ class Batcher:
             pool_pages=self.engine.pages,
             token_budget=self.engine.max_batch_tokens,
             step_s=self.step_s,
+            client=s.client[slots],
+            expected_tokens=s.expected[slots],
+            prompt_computed=s.prompt_computed(slots),
+            departed=Departures(*departed),
         )
 
     def plan(self, now_s: float, score: Score, theta: FloatArray) -> StepPlan:
@@ -238,6 +247,7 @@ class Batcher:
             wait_limit_steps=self.scheduling.wait_limit_steps,
         )
         self._order = live[index]
+        self._departed.clear()
         self._drawn_at, self._changed = step, False
 
     def _decide(self, now_s: float, score: Score, theta: FloatArray) -> StepPlan:

@@ -32,6 +32,7 @@ from entropic_ctl.signals import Finish, StepPlan, StepResult
 from sim import cost as costs
 from sim.arrivals import Workload, make_workload
 from sim.clock import Clock
+from sim.predictions import predictions
 from sim.step import StepModel
 from sim.trajectories import Trajectories, load_bank
 
@@ -217,6 +218,10 @@ def simulate(
         base_temperature=law.temperature,
         ends=not workload.config.runs_to_limit,
     )
+    if workload.expected_tokens is None:
+        oracle = getattr(config.loop.scheduling.config, "lengths", "") == "oracle"
+        true_tokens = trajectories.lengths(workload.limit_tokens)
+        workload.expected_tokens = predictions(config.workload, config.seed, true_tokens, oracle=oracle)
     trajectories.require_range(config.loop)
     page, pruning = config.engine.page_tokens, config.loop.pruning.config
     trajectories.response.require_rule(config.loop.pruning, page)
