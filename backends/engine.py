@@ -120,6 +120,8 @@ class Engine:
         *,
         arrival_s: float | None = None,
         chat: bool = True,
+        client: int = -1,
+        expected_tokens: int = 0,
     ) -> int:
         """Hand in a request and return its id.
 
@@ -130,6 +132,10 @@ class Engine:
         params : SamplingParams, optional
         arrival_s : float, optional
             Engine time at which the request enters; in the future it waits outside until then. Default: now.
+        client : int
+            Who asks, for policies that share service between clients; -1: a client of its own.
+        expected_tokens : int
+            Predicted output length, for policies that order by it; 0: unknown.
 
         Raises
         ------
@@ -146,6 +152,8 @@ class Engine:
             params or SamplingParams(),
             arrival_s=self.now() if arrival_s is None else float(arrival_s),
             prefix_page=self.limits.page_tokens if self.limits.prefix_caching else 0,
+            client=client,
+            expected_tokens=expected_tokens,
         )
         self._next_id += 1
         self.outputs[number], self._jobs[number] = job.output, job

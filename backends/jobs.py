@@ -84,7 +84,15 @@ class Job:
 
 
 def new_job(
-    model: LoadedModel, number: int, ids: list[int], params: SamplingParams, *, arrival_s: float, prefix_page: int
+    model: LoadedModel,
+    number: int,
+    ids: list[int],
+    params: SamplingParams,
+    *,
+    arrival_s: float,
+    prefix_page: int,
+    client: int = -1,
+    expected_tokens: int = 0,
 ) -> Job:
     """Check a request and make its job.
 
@@ -99,12 +107,14 @@ def new_job(
     arrival_s : float
     prefix_page : int
         Page size when prefixes are cached, else 0.
+    client, expected_tokens : int
+        As in :class:`~entropic_ctl.signals.Request`.
 
     Raises
     ------
     BadInputError
-        If the prompt is empty, a token lies outside the vocabulary, the arrival is not finite, or stop strings meet a
-        model without tokenizer.
+        If the prompt is empty, a token lies outside the vocabulary, a number is below its least value, the arrival
+        is not finite, or stop strings meet a model without tokenizer.
     """
     top = model.vocab_size - 1
     if not ids:
@@ -117,6 +127,9 @@ def new_job(
             )
     if params.stop and model.tokenizer is None:
         raise BadInputError("the model has no tokenizer", where="submit", field="stop", value=params.stop)
+    for name, value, least in (("client", client, -1), ("expected_tokens", expected_tokens, 0)):
+        if value < least:
+            raise BadInputError("out of range", where="submit", field=name, value=value, allowed=f">= {least}")
     if not math.isfinite(arrival_s):
         raise BadInputError("not a time", where="submit", field="arrival_s", value=arrival_s, allowed="finite")
     request = Request(
@@ -126,6 +139,8 @@ def new_job(
         max_new_tokens=params.max_new_tokens,
         greedy=params.greedy,
         prefix_hashes=prefix_hashes(ids, prefix_page) if prefix_page else (),
+        client=client,
+        expected_tokens=expected_tokens,
     )
     stream = TextStream(model.decode, params.stop) if model.tokenizer is not None else None
     return Job(request, params, list(ids), stream, Output(number, ids, arrival_s))

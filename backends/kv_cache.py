@@ -120,7 +120,7 @@ class PagedKVCache:
         If a size is below 1 or the dtype is not supported.
     """
 
-    def __init__(  # noqa: PLR0917 (sizes in the order of the pool's axes)
+    def __init__(
         self,
         n_layers: int,
         n_kv_heads: int,

@@ -41,8 +41,8 @@ REQUEST = (
 ) = range(len(REQUEST))  # fmt: skip
 
 STEP = (
-    "step", "steps", "start_s", "end_s", "rows", "output_tokens", "live", "waiting", "paused", "preempted", "pages_used",
-    "busy_s", "row_seconds", "page_seconds", "kv_bytes", "flops", "energy_j", "scheduled_tokens", "decode_rows",
+    "step", "steps", "start_s", "end_s", "rows", "output_tokens", "live", "waiting", "paused", "preempted",
+    "pages_used", "busy_s", "row_seconds", "page_seconds", "kv_bytes", "flops", "energy_j", "scheduled_tokens", "decode_rows",
     "pages_held", "pages_read", "kept_sum", "mass_sum", "mass_max", "certificate_max",
 )  # fmt: skip
 """Fields of an iteration's account."""

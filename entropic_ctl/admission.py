@@ -46,6 +46,8 @@ def validate(request: Request, engine: EngineConfig) -> None:
         ("id", request.id, 0),
         ("prompt_tokens", request.prompt_tokens, 1),
         ("max_new_tokens", request.max_new_tokens, 1),
+        ("client", request.client, -1),
+        ("expected_tokens", request.expected_tokens, 0),
     ):
         if value < least:
             raise BadInputError("out of range", where=where, field=name, value=value, allowed=f">= {least}")

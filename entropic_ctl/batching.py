@@ -34,7 +34,7 @@ from entropic_ctl.acceptance import Outcome, limit_finish, match_tokens, publish
 from entropic_ctl.config import EngineConfig
 from entropic_ctl.errors import BadInputError, NoProgressError
 from entropic_ctl.ordering import draw_order, share_tokens
-from entropic_ctl.scheduling.base import EntropySignals, ScheduleView, SchedulingConfig
+from entropic_ctl.scheduling.base import Departures, EntropySignals, ScheduleView, SchedulingConfig
 from entropic_ctl.seating import Seating
 from entropic_ctl.signals import Finish, FloatArray, IntArray, Request, StepPlan, StepResult
 from entropic_ctl.slots import PageTable, SlotTable
@@ -55,9 +55,12 @@ class Batcher:
     engine : EngineConfig
     scheduling : SchedulingConfig
         The waiting bound W and the quantum q.
+    stateful : bool
+        The policy keeps accounts between draws: it sees every change of the live set, and who departed since the last.
     """
 
-    def __init__(self, engine: EngineConfig, scheduling: SchedulingConfig) -> None:
+    def __init__(self, engine: EngineConfig, scheduling: SchedulingConfig, *, stateful: bool = False) -> None:
+        self._stateful = stateful
         self.engine = engine
         self.scheduling = scheduling
         self.slots = SlotTable(engine)
@@ -76,6 +79,7 @@ class Batcher:
         self._steady = False  # the last plan can be repeated: decode rows only, nothing left to decide
         self._last: StepPlan | None = None
         self._open = False  # a plan with rows waits for its result
+        self._departed: list[tuple[int, int, int, int]] = []  # since the last draw; columns of Departures
 
     @property
     def live(self) -> int:
@@ -121,6 +125,11 @@ class Batcher:
         return True
 
     def _remove(self, slots: list[int]) -> None:
+        s = self.slots
+        if self._stateful:
+            for slot, computed in zip(slots, s.prompt_computed(np.asarray(slots)).tolist(), strict=True):
+                generated = int(s.known[slot] - s.prompt[slot])
+                self._departed.append((int(s.order[slot]), int(s.client[slot]), computed, generated))
         for slot in slots:
             self.pages.drop(slot)
         self.slots.remove(slots)
@@ -146,6 +155,7 @@ class Batcher:
         """Return the columns a macro policy scores, for these slots."""
         s, at = self.slots, self._step
         last_run = s.last_run[slots]
+        departed = np.array(self._departed, np.int64).reshape(-1, 4).T
         return ScheduleView(
             now_s=now_s,
             arrival_s=s.arrival_s[slots],
@@ -167,6 +177,10 @@ class Batcher:
             pool_pages=self.engine.pages,
             token_budget=self.engine.max_batch_tokens,
             step_s=self.step_s,
+            client=s.client[slots],
+            expected_tokens=s.expected[slots],
+            prompt_computed=s.prompt_computed(slots),
+            departed=Departures(*departed),
         )
 
     def plan(self, now_s: float, score: Score, theta: FloatArray) -> StepPlan:
@@ -212,7 +226,7 @@ class Batcher:
     def _seat_all(self, now_s: float, theta: FloatArray) -> StepPlan | None:
         """Plan a step in which every live row has its seat, tokens and pages; None if something has to be decided."""
         s, pages, engine, step = self.slots, self.pages, self.engine, self._step
-        if not 0 < s.live.shape[0] <= engine.max_batch or s.hashes:
+        if not 0 < s.live.shape[0] <= engine.max_batch or s.hashes or self._stateful:
             return None
         limits = step, engine.page_tokens, engine.max_batch_tokens, engine.prefill_chunk
         done, rows = seat_all(
@@ -235,7 +249,8 @@ class Batcher:
         admitted, self._admitted = self._admitted, _NONE
         return StepPlan(
             step, now_s, rows.ids, s.live, rows.context, rows.n_tokens, rows.samples, rows.greedy, rows.theta,
-            np.zeros(s.live.shape[0], np.int64), _NONE, _NONE, (), pages.view, rows.allocated, admitted, pages.pool.used,
+            np.zeros(s.live.shape[0], np.int64), _NONE, _NONE, (), pages.view, rows.allocated, admitted,
+            pages.pool.used,
         )  # fmt: skip
 
     def _draw(self, score: Score) -> None:
@@ -254,6 +269,7 @@ class Batcher:
             wait_limit_steps=self.scheduling.wait_limit_steps,
         )
         self._order = live[index]
+        self._departed.clear()
         self._drawn_at, self._drawn, self._changed = step, True, False
 
     def _decide(self, now_s: float, score: Score, theta: FloatArray) -> StepPlan:
@@ -362,7 +378,7 @@ class Batcher:
         return Outcome(tuple(finished), token_rows, token_slots, np.asarray(freed, np.int64), distinct)
 
     def _accept_some(self, plan: StepPlan, result: StepResult) -> tuple[IntArray, IntArray, IntArray]:
-        """Book tokens that are not just one for each sampling row: rows of the result, their slots, slots at a limit."""
+        """Book tokens that are not one for each sampling row: rows of the result, their slots, slots at a limit."""
         s = self.slots
         rows, slots = match_tokens(plan, result, s)
         here = s.id[plan.slots] == plan.ids

@@ -60,6 +60,14 @@ class WorkloadConfig:
         ("auto", "bank", "limit"),
         "bank: the recorded end of text ends a request; limit: only its limit does; auto: limit for a trace, else bank",
     )
+    length_prediction: str = fields.choice(
+        "noisy",
+        ("noisy", "exact", "none"),
+        "what schedulers are told of a request's output length: the true one times a random factor, itself, or nothing",
+    )
+    length_error: float = fields.number(
+        0.5, 0.0, 10.0, "noisy: standard deviation of ln(predicted / true), log-normal with median 1"
+    )
     trace: str = fields.text("", "azure: path of the CSV file")
     trace_rows: int = fields.integer(0, 0, 10**8, "azure: use the first rows only; 0 is all of them")
 

@@ -23,7 +23,7 @@ _FIRST = (1023 + _LOW) << _BITS
 _BINS = (_HIGH - _LOW) << _BITS
 
 FIRST_PLACE = _FIRST - 1
-"""Bin number of place 0; place p counts the values with bits >> SHIFT = FIRST_PLACE + p, the ends whatever lies beyond."""
+"""Place p counts the values with bits >> SHIFT = FIRST_PLACE + p; the first and the last whatever lies beyond."""
 
 PLACES = _BINS + 2
 """Number of places."""

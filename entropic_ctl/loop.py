@@ -73,7 +73,7 @@ class Loop:
         self.policy = Policy(
             temperature, pruning, scheduling, slots=engine.max_live, observation_lag=engine.observation_lag
         )
-        self.batcher = Batcher(engine, scheduling.config)
+        self.batcher = Batcher(engine, scheduling.config, stateful=getattr(scheduling, "stateful", False))
         self._reads_view = bool(getattr(scheduling, "reads_view", True))
         self._recorder = recorder
         self._plan: StepPlan | None = None

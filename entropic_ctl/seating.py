@@ -132,6 +132,7 @@ class Seating:
             return
         s = self._slots
         self._pages.drop(slot)
+        s.prefilled[slot] = max(int(s.prefilled[slot]), min(int(s.cached[slot]), int(s.prompt[slot])))
         s.cached[slot] = s.protected_until[slot] = 0
         s.owed[slot] = False
         s.preemptions[slot] += 1

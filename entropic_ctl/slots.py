@@ -21,7 +21,8 @@ class SlotTable:
 
     Every column has shape (max_live,). ``known`` counts prompt and generated tokens, ``cached`` those whose K and V
     are in the pool, ``stop_at`` is the value of ``known`` at which the request ends, ``cut`` says that this is the
-    capacity and not the request's own limit, ``last_run`` is the last iteration in which the row ran.
+    capacity and not the request's own limit, ``last_run`` is the last iteration in which the row ran, ``prefilled``
+    the prompt tokens that were in the pool when its pages were last taken.
     """
 
     def __init__(self, engine: EngineConfig) -> None:
@@ -32,6 +33,9 @@ class SlotTable:
         self.order = np.zeros(n, np.int64)
         self.prompt = np.zeros(n, np.int64)
         self.limit = np.zeros(n, np.int64)
+        self.client = np.full(n, -1, np.int64)
+        self.expected = np.zeros(n, np.int64)
+        self.prefilled = np.zeros(n, np.int64)
         self.stop_at = np.zeros(n, np.int64)
         self.known = np.zeros(n, np.int64)
         self.cached = np.zeros(n, np.int64)
@@ -62,7 +66,8 @@ class SlotTable:
             self.prompt[slot] = self.known[slot] = request.prompt_tokens
             self.limit[slot], self.stop_at[slot] = limit, request.prompt_tokens + limit
             self.cut[slot], self.greedy[slot] = limit < request.max_new_tokens, request.greedy
-            self.cached[slot] = self.protected_until[slot] = self.preemptions[slot] = 0
+            self.client[slot], self.expected[slot] = request.client, request.expected_tokens
+            self.cached[slot] = self.protected_until[slot] = self.preemptions[slot] = self.prefilled[slot] = 0
             self.last_run[slot], self.owed[slot] = step - 1, False
             self.slot_of[request.id] = slot
             if self._engine.prefix_caching and request.prefix_hashes:
@@ -74,6 +79,11 @@ class SlotTable:
     def protected(self, slots: IntArray, step: int) -> npt.NDArray[np.bool_]:
         """Return which rows hold a protected seat in iteration ``step``."""
         return (self.protected_until[slots] > step) | self.owed[slots]
+
+    def prompt_computed(self, slots: IntArray) -> IntArray:
+        """Return the prompt tokens that are, or before a preemption were, in the pool."""
+        computed: IntArray = np.maximum(self.prefilled[slots], np.minimum(self.cached[slots], self.prompt[slots]))
+        return computed
 
     def remove(self, slots: list[int]) -> None:
         """Forget the requests in ``slots``."""

@@ -114,6 +114,7 @@ class Workload:
         self.arrival_s, self.prompt_tokens, self.limit_tokens = arrival_s, prompt_tokens, limit_tokens
         self.prompt, self.xi, self.greedy, self.skipped_rows = prompt, xi, greedy, skipped_rows
         self.prefix_hashes = prefix_hashes
+        self.expected_tokens: IntArray | None = None  # predicted output lengths, (N,); see sim.predictions
         self._closed = config.kind == "closed"
         self._heap: list[tuple[float, int]] = []
         self._next = 0
@@ -140,7 +141,8 @@ class Workload:
     def _job(self, i: int, at_s: float) -> Job:
         limit = int(self.limit_tokens[i])
         hashes = self.prefix_hashes[i] if self.prefix_hashes is not None else ()
-        request = Request(i, at_s, int(self.prompt_tokens[i]), limit, self.greedy, hashes)
+        told = int(self.expected_tokens[i]) if self.expected_tokens is not None else 0
+        request = Request(i, at_s, int(self.prompt_tokens[i]), limit, self.greedy, hashes, expected_tokens=told)
         known = limit if self.config.runs_to_limit else None
         return Job(request, known, int(self.prompt[i]), float(self.xi[i]))
 

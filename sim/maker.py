@@ -14,6 +14,7 @@ from entropic_ctl.metrics import Metrics
 from entropic_ctl.metrics_summary import Measured, summarise
 from sim import cost as costs
 from sim.arrivals import Workload
+from sim.predictions import predictions
 from sim.step import StepModel
 from sim.trajectories import Trajectories
 
@@ -75,6 +76,10 @@ class Maker:
         page, pruning = config.engine.page_tokens, config.loop.pruning.config
         self._spare: Trajectories | None = self._trajectories()
         self._spare.require_range(config.loop)
+        if workload.expected_tokens is None:
+            oracle = getattr(config.loop.scheduling.config, "lengths", "") == "oracle"
+            true_tokens = self._spare.lengths(workload.limit_tokens)
+            workload.expected_tokens = predictions(config.workload, config.seed, true_tokens, oracle=oracle)
         self._spare.response.require_rule(config.loop.pruning, page)
         self.cost = costs.preset(config.cost.preset, page, pruning.dense_layers) if cost is None else cost
         self.pool_tokens = config.engine.pages * page

@@ -226,6 +226,26 @@ class Trajectories:
         self.clamped_tokens += clamped
         return at, last
 
+    def lengths(self, limit: IntArray) -> IntArray:
+        """Return how many tokens each request would generate if its temperature stayed at the base; shape (N,).
+
+        The length of the recording it reads, where that ended by itself, and the limit if that is less. Call it before
+        the first token.
+
+        Parameters
+        ----------
+        limit : IntArray, shape (N,)
+            Limits on output tokens.
+        """
+        if not self._may_end.any():
+            return limit
+        clamped = self.clamped_tokens  # looking is no reading
+        first, _ = self.select(np.arange(self._prompt.shape[0]))
+        self.clamped_tokens = clamped
+        k = np.searchsorted(self._start, first, side="right") - 1
+        length: IntArray = np.where(self.bank.ended[k], np.minimum(self._length[k], limit), limit)
+        return length
+
     def view(self, at: IntArray, shift: FloatArray | None = None) -> BankView:
         """Return the distributions at the token rows ``at`` (from :meth:`select`), shifted by pruning."""
         bank = self.bank

@@ -46,7 +46,7 @@ def plan_of(
     )
 
 
-def result_of(  # noqa: PLR0917
+def result_of(
     step: int, start: float, end: float, token_ids: Sequence[int], H: Sequence[float], rows: int, kept: float = 1.0
 ) -> StepResult:
     entropy = np.array(H, np.float64)

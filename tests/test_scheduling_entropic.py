@@ -1,48 +1,20 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schedule_view import view
 from toy_driver import drive
 
 from entropic_ctl import config
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.loop import Loop
 from entropic_ctl.scheduling._predictors import ar1, ar1_reduction, ewma, normal_cdf, with_prior
-from entropic_ctl.scheduling.base import ScheduleView
 from entropic_ctl.scheduling.entropic import Config, build
 from entropic_ctl.signals import Request
-
-
-def view(n: int = 1, **columns: Any) -> ScheduleView:
-    values: dict[str, Any] = {
-        "now_s": 0.0,
-        "arrival_s": 0.0,
-        "arrival_order": 0,
-        "prompt_tokens": 10,
-        "known_tokens": 30,
-        "cached_tokens": 29,
-        "generated_tokens": 20,
-        "token_limit": 60,
-        "pages": 4,
-        "waited_steps": 0,
-        "seated": True,
-        "entropy": 2.0,
-        "entropy_mean": 1.5,
-        "reduction_ewma": 0.4,
-        "entropy_cov1": 0.1,
-        "entropy_var": 0.5,
-        "seen": 20,
-        "pool_pages": 100,
-        "token_budget": 64,
-        "step_s": 0.02,
-    } | columns
-    scalar = {"now_s", "pool_pages", "token_budget", "step_s"}
-    return ScheduleView(**{k: v if k in scalar else np.broadcast_to(np.asarray(v), (n,)) for k, v in values.items()})
 
 
 def test_normal_cdf_within_its_stated_error() -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from entropic_ctl import fields
 from entropic_ctl.signals import FloatArray, IntArray
 
-__all__ = ["EntropySignals", "ScheduleView", "SchedulingConfig", "SchedulingPolicy"]
+__all__ = ["Departures", "EntropySignals", "ScheduleView", "SchedulingConfig", "SchedulingPolicy"]
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,24 @@ class SchedulingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Departures:
+    """Requests that left (served or cancelled) since the order was last drawn, in the order in which they left.
+
+    What a policy needs to keep an account that outlives requests; columns as in :class:`ScheduleView`, final values.
+    """
+
+    arrival_order: IntArray
+    client: IntArray
+    prompt_computed: IntArray
+    generated_tokens: IntArray
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduleView:
     """Columns over the live requests, one entry each, in arrival order.
 
     Entropies are the model entropies known to the host (``observation_lag`` applied); ``seen`` counts them.
+    ``arrival_order`` is unique in a run and never used again, so it identifies a request from draw to draw.
     """
 
     now_s: float
@@ -61,6 +75,10 @@ class ScheduleView:
     pool_pages: int
     token_budget: int  # tokens one step can run
     step_s: float  # EWMA of the duration of a step, seconds (0 before the first)
+    client: IntArray  # who asks; -1: a client of its own
+    expected_tokens: IntArray  # predicted output length, 0: unknown
+    prompt_computed: IntArray  # prompt tokens in the pool, or that were before a preemption: each counts once
+    departed: Departures
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +98,12 @@ class SchedulingPolicy(Protocol):
 
     A policy whose scores are always equal may say ``reads_view = False`` (a class attribute, not required): the loop
     then does not build the view at all.
+
+    A policy may keep state of its own, and keep it a function of the views it was shown, so that a replay reproduces
+    it. It then says ``stateful = True`` (a class attribute, not required) and can rely on this: ``score`` is called in
+    the first plan after every change of the live set (admission, finish, cancellation), and then at least every
+    ``quantum_steps`` iterations while somebody waits; ``departed`` names who left in between. For a policy without
+    state, no order is drawn while every live request can have its seat, and ``departed`` is empty.
     """
 
     @property
