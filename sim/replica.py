@@ -221,7 +221,7 @@ def simulate(
     page, pruning = config.engine.page_tokens, config.loop.pruning.config
     trajectories.response.require_rule(config.loop.pruning, page)
     if cost is None:
-        cost = costs.preset(config.cost.preset, page, pruning.dense_layers)
+        cost = costs.cost_model(config.cost, page, pruning.dense_layers)
     loop = Loop(config.loop, config.engine, int(bank.meta["vocab_size"]), verdict=verdict, uncertified=uncertified)
     metrics = Metrics(page, keep_tokens=keep_tokens, target_nats=getattr(law, "target_nats", None))
     env = simpy.Environment()
