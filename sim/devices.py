@@ -95,9 +95,14 @@ _CPU_BANDWIDTH = 200e9
 
 
 def cpu(cores: int, bandwidth: float = 0.0, name: str = "cpu") -> DeviceSpec:
-    """Return a CPU with ``cores`` cores that reads ``bandwidth`` bytes/s (0: 16.45 GB/s per core, at most 200 GB/s).
+    """Return a CPU; the overhead and pruning terms are those of ``cpu2``, the engine's own work on the host.
 
-    The overhead and pruning terms are those of ``cpu2``: the engine's own work and its readable attention.
+    Parameters
+    ----------
+    cores : int
+    bandwidth : float
+        Bytes/s; 0: 16.45 GB/s per core, at most 200 GB/s.
+    name : str
     """
     watts = float(cores)
     return DeviceSpec(
