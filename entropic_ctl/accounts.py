@@ -42,8 +42,8 @@ REQUEST = (
 
 STEP = (
     "step", "steps", "start_s", "end_s", "rows", "output_tokens", "live", "waiting", "paused", "preempted",
-    "pages_used", "busy_s", "row_seconds", "page_seconds", "kv_bytes", "flops", "energy_j", "scheduled_tokens", "decode_rows",
-    "pages_held", "pages_read", "kept_sum", "mass_sum", "mass_max", "certificate_max",
+    "pages_used", "busy_s", "row_seconds", "page_seconds", "kv_bytes", "flops", "energy_j", "scheduled_tokens",
+    "decode_rows", "pages_held", "pages_read", "kept_sum", "mass_sum", "mass_max", "certificate_max",
 )  # fmt: skip
 """Fields of an iteration's account."""
 

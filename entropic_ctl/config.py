@@ -123,6 +123,29 @@ class CostConfig:
 
     preset: str = fields.text("cpu2-smollm2-135m", "device and model shape; see sim/cost.py")
     bank: str = fields.text("", "recorded entropy bank; empty is the bank shipped with sim")
+    device: str = fields.text("", "in place of the preset's: a device's name, or a JSON file with its numbers")
+    model: str = fields.text("", "in place of the preset's: a model's name, or a Hugging Face folder or config.json")
+    weight_bits: int = fields.integer(0, 0, 32, "stored width of a weight: 4, 8, 16 or 32; 0: the model's")
+    kv_bits: int = fields.integer(0, 0, 32, "stored width of a KV element: 4, 8, 16 or 32; 0: the model's")
+    compute_bits: int = fields.integer(
+        0, 0, 32, "width of the arithmetic: 8, 16 or 32; 0: 32 for such weights, else 16"
+    )
+    cores: int = fields.integer(0, 0, 4096, "device cpu: its cores; 0: one")
+    bandwidth: float = fields.number(0.0, 0.0, 1e15, "memory bandwidth, bytes/s; 0: the device's")
+    matmul_efficiency: float = fields.number(0.0, 0.0, 1.0, "share of the peak in the layers; 0: the device's")
+    attention_efficiency: float = fields.number(0.0, 0.0, 1.0, "share of the peak in attention; 0: the device's")
+    bandwidth_efficiency: float = fields.number(0.0, 0.0, 1.0, "share of the bandwidth; 0: the device's")
+
+    def __post_init__(self) -> None:
+        fields.check(self)
+        for name, allowed in (
+            ("weight_bits", (4, 8, 16, 32)),
+            ("kv_bits", (4, 8, 16, 32)),
+            ("compute_bits", (8, 16, 32)),
+        ):
+            value = getattr(self, name)
+            if value and value not in allowed:
+                raise BadInputError("not a width", field=name, value=value, allowed=f"0 or one of {allowed}")
 
 
 @dataclass(frozen=True)

@@ -1,37 +1,49 @@
-r"""The roofline cost model: seconds, FLOPs and KV bytes of one engine iteration.
+r"""The roofline cost model: seconds, FLOPs, KV bytes and joules of one engine iteration.
 
-A step runs one packed forward pass over rows r with c_r tokens cached, n_r tokens to compute, S rows that sample.
-It has four parts; part i does F_i floating-point operations and moves B_i bytes:
+A step runs one packed forward pass over rows r with c_r tokens cached, n_r tokens to compute, S positions that need
+logits. It has four parts; part i does F_i floating-point operations and moves B_i bytes:
 
-- *layers*: F = 2 P_layers sum n_r, B = bytes of the layer weights (read once per step);
+- *layers*: with t = sum n_r tokens, F = 2 (P_layers + P_experts k / E) t, and B = the bytes of the layer weights,
+  read once per step, plus those of the experts that t tokens are expected to touch, P_experts (1 - (1 - k / E)^t) (a
+  dense model has none; :mod:`sim.model_shapes`);
 - *head*: F = 2 P_head S, B = bytes of the output matrix (only if S > 0);
 - *prefill attention*: F = 4 L H D sum (n c + n (n + 1) / 2), B = KV read = k sum c;
 - *decode attention* (rows that compute one token and sample): dense F = 4 L H D (c + 1) and B = k c. With a budget
   theta > 0 the L' = L - L_dense pruned layers read scores and then the kept share p of the pages::
 
-      B = k c (L_dense / L + (L' / L) (1/4 + 1.5/page + p))
+      B = k c (L_dense / L + (L' / L) ((4 + 24/page) / b + p))
       F = 4 H D (c + 1) (L_dense + L' (1/2 + p))
 
-  An 8-bit shadow of the keys is a quarter of the 16-bit K and V; its 16-bit step, minimum and measured error, a triple
-  per channel and page, are 1.5/page of them (0.094 at 16 tokens). Scoring is half of the attention FLOPs: q.k without
-  the values.
+  with b the bits of a cached element. An 8-bit shadow of the keys is 4/b of K and V (a quarter of a 16-bit cache);
+  its 16-bit step, minimum and measured error, a triple per channel and page, are 24/(page b) of them (0.094 at 16
+  tokens and 16 bits). Scoring is half of the attention FLOPs: q.k without the values.
 
-k = 2 L H_kv D * bytes per element is the KV size of a token. Part i takes::
+k = 2 L H_kv D b / 8 is the KV size of a token in bytes. Part i takes::
 
     t_i = max(C_i, M_i) + (1 - o) min(C_i, M_i),   C_i = F_i / (peak * efficiency), M_i = B_i / (bandwidth * efficiency)
 
 with o the overlap of arithmetic and memory traffic: 1 is the textbook roofline, 0 their plain sum. A step takes
-``overhead_s + sum t_i``; an iteration without rows takes ``overhead_s``. Source: the roofline model (Williams, Waterman
-and Patterson, 2009) with the shapes of the model; the overlap factor and the accounting of pruning are ours.
+``overhead_s + sum t_i``; an iteration without rows takes ``overhead_s``. Source: the roofline model (Williams,
+Waterman and Patterson, 2009) with the shapes of the model; the overlap factor, the expected experts and the
+accounting of pruning are ours. The arithmetic is 16-bit unless weights are stored in 32 bits (weights of 4 or 8 bits
+are widened on the fly) or ``compute_bits`` says otherwise.
 
-Presets. ``a100-80-llama-3-8b``: peak and bandwidth from the data sheet (A100 SXM 80 GB); efficiencies and overhead are
-assumptions in the usual range, not measurements. ``cpu2-smollm2-135m``: fitted to a 2-core AMD EPYC running this
-project's engine without attention: 20, 22, 40 and 157 ms for 1, 8, 64 and 512 tokens; read bandwidth 32.9 GB/s; the
-model gives 20, 22.5, 37 and 153.5 ms (arithmetic and traffic add up there, hence o = 0). Its attention efficiency is
-an assumption. The engine's pruned attention on a CPU is the readable reference, far above any roofline: fitted to the
-CPU time of its steps (1 to 8 rows, 256 to 3,000 tokens each, theta 0.02 to 0.03, within 8 ms), an iteration that prunes
-takes 29 ms more, and 8.5 us more per context token of the pruned rows. The A100 preset charges nothing beyond the
-roofline: it describes a fused kernel.
+**Energy** of a step of t seconds (ours; the power numbers are assumptions, :mod:`sim.devices`)::
+
+    E = min(limit * t,  idle * t + compute * sum C_i + memory * sum M_i + overhead_w * (overhead and pruning seconds))
+
+so each operation and each byte has a price, time has another, and a device never draws more than its limit (a real
+one would slow down instead). The time between steps is not in it: ``idle_power_w`` times those seconds is charged by
+whoever knows them (the metrics of a run).
+
+Presets. ``a100-80-llama-3-8b``: :mod:`sim.devices` says which of its numbers are assumptions. ``cpu2-smollm2-135m``:
+fitted to a 2-core AMD EPYC running this project's engine without attention: 20, 22, 40 and 157 ms for 1, 8, 64 and
+512 tokens; read bandwidth 32.9 GB/s; the model gives 20, 22.5, 37 and 153.5 ms (arithmetic and traffic add up there,
+hence o = 0). Its attention efficiency is an assumption. The engine's pruned attention on a CPU is the readable
+reference, far above any roofline: fitted to the CPU time of its steps (1 to 8 rows, 256 to 3,000 tokens each, theta
+0.02 to 0.03, within 8 ms), an iteration that prunes takes 29 ms more, and 8.5 us more per context token of the
+pruned rows. The accelerators charge nothing beyond the roofline: they describe a fused kernel. One device runs the
+whole model: no tensor parallelism.
 """
 
 from __future__ import annotations
@@ -39,9 +51,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from entropic_ctl import fields
+from entropic_ctl.config import CostConfig
 from entropic_ctl.errors import BadInputError
+from sim.devices import DEVICES, DeviceSpec, device_spec, resized
 from sim.load import StepLoad
+from sim.model_shapes import MODELS, ModelShape, model_shape
 
 __all__ = [
     "DEVICES",
@@ -53,70 +67,26 @@ __all__ = [
     "ModelShape",
     "Roofline",
     "StepCost",
+    "cost_model",
+    "idle_power_w",
     "kv_pages",
     "preset",
 ]
 
-
-@dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a decoder-only model.
-
-    ``layer_params`` counts the parameters of all layers and norms, without the embedding; ``head_params`` the output
-    matrix (vocabulary times width); ``weight_bytes`` everything held in memory, a tied matrix once.
-    """
-
-    name: str
-    layers: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    layer_params: float
-    head_params: float
-    weight_bytes: float
-    vocab_size: int
-    element_bytes: int = 2
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """K and V of one token over all layers, bytes."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.element_bytes
-
-
-@dataclass(frozen=True)
-class DeviceSpec:
-    """A device and what of its data sheet is reached (see the module for each preset's source)."""
-
-    name: str
-    peak_flops: float = fields.number(1e12, 0.0, 1e18, "arithmetic peak, FLOP/s", open_lo=True)
-    bandwidth: float = fields.number(1e11, 0.0, 1e15, "memory bandwidth, bytes/s", open_lo=True)
-    memory_bytes: float = fields.number(8e9, 0.0, 1e15, "memory, bytes", open_lo=True)
-    matmul_efficiency: float = fields.number(1.0, 0.0, 1.0, "share of the peak in the layers", open_lo=True)
-    attention_efficiency: float = fields.number(1.0, 0.0, 1.0, "share of the peak in attention", open_lo=True)
-    bandwidth_efficiency: float = fields.number(1.0, 0.0, 1.0, "share of the bandwidth", open_lo=True)
-    overlap: float = fields.number(1.0, 0.0, 1.0, "o: 1 hides the smaller of arithmetic and traffic, 0 adds them")
-    overhead_s: float = fields.number(0.0, 0.0, 60.0, "seconds per iteration, whatever it does")
-    pruning_step_s: float = fields.number(0.0, 0.0, 60.0, "more seconds per iteration that prunes, beyond the roofline")
-    pruning_token_s: float = fields.number(0.0, 0.0, 1.0, "and per context token of its pruned rows")
-
-    def __post_init__(self) -> None:
-        fields.check(self)
-
-
-MODELS = {
-    "llama-3-8b": ModelShape("llama-3-8b", 32, 32, 8, 128, 6.979e9, 0.5253e9, 16.06e9, 128_256),
-    "smollm2-135m": ModelShape("smollm2-135m", 30, 9, 3, 64, 106.2e6, 28.31e6, 269.0e6, 49_152),
+PRESETS = {
+    f"{device}-{model}": (device, model)
+    for device, model in (
+        ("a100-80", "llama-3-8b"),
+        ("a100-80", "qwen3-30b-a3b"),
+        ("h100", "llama-3-8b"),
+        ("h100", "qwen3-30b-a3b"),
+        ("h200", "llama-3-8b"),
+        ("h200", "mixtral-8x7b"),
+        ("h200", "qwen3-30b-a3b"),
+        ("cpu2", "smollm2-135m"),
+    )
 }
-"""Model shapes by name."""
-
-DEVICES = {
-    "a100-80": DeviceSpec("a100-80", 312e12, 2.039e12, 80 * 2**30, 0.6, 0.3, 0.8, 1.0, 0.002),
-    "cpu2": DeviceSpec("cpu2", 0.82e12, 32.9e9, 8e9, 1.0, 0.1, 1.0, 0.0, 0.0117, 0.029, 8.5e-6),
-}
-"""Devices by name."""
-
-PRESETS = {"a100-80-llama-3-8b": ("a100-80", "llama-3-8b"), "cpu2-smollm2-135m": ("cpu2", "smollm2-135m")}
-"""Values of ``cost.preset``: (device, model)."""
+"""Values of ``cost.preset``: (device, model). Any other pair is written as ``cost.device`` and ``cost.model``."""
 
 
 class StepCost(NamedTuple):
@@ -129,11 +99,16 @@ class StepCost(NamedTuple):
 
 
 class CostModel(Protocol):
-    """Charges for one iteration."""
+    """Charges for one iteration. A model of power also has ``idle_power_w`` (see :func:`idle_power_w`)."""
 
     def step(self, load: StepLoad) -> StepCost:
         """Return the cost of one iteration."""
         ...
+
+
+def idle_power_w(cost: CostModel) -> float:
+    """Return the watts drawn between iterations; 0 for a cost model that knows no power."""
+    return float(getattr(cost, "idle_power_w", 0.0))
 
 
 @dataclass(frozen=True)
@@ -158,56 +133,95 @@ class Roofline:
     page_tokens : int
     dense_layers : int
         Leading layers that are never pruned; more than the model has means all.
+    compute_bits : int
+        Width of the arithmetic, 8, 16 or 32; 0: 32 if the weights are stored so, else 16.
+
+    Attributes
+    ----------
+    idle_power_w : float
+        Watts between iterations.
+
+    Raises
+    ------
+    BadInputError
+        If the device has no arithmetic of that width.
     """
 
-    def __init__(self, device: DeviceSpec, model: ModelShape, page_tokens: int = 16, dense_layers: int = 2) -> None:
-        self.device, self.model = device, model
+    def __init__(
+        self,
+        device: DeviceSpec,
+        model: ModelShape,
+        page_tokens: int = 16,
+        dense_layers: int = 2,
+        compute_bits: int = 0,
+    ) -> None:
+        self.device, self.model, self.idle_power_w = device, model, device.idle_w
+        peak = device.peak(compute_bits or (32 if model.weight_bits == 32 else 16))
         dense = min(dense_layers, model.layers)
         self._pruned_share = 1 - dense / model.layers
-        self._score_bytes = 0.25 + 1.5 / page_tokens
-        self._attention_flops = 4.0 * model.layers * model.q_heads * model.head_dim  # per query and key
+        self._unread = self._pruned_share * (1.0 - (4.0 + 24.0 / page_tokens) / model.kv_bits)
         self._kv = float(model.kv_bytes_per_token)
-        self._bytes_s = device.bandwidth * device.bandwidth_efficiency
-        self._matmul_s = device.peak_flops * device.matmul_efficiency
-        self._attention_s = device.peak_flops * device.attention_efficiency
-        self._head_bytes = model.head_params * model.element_bytes
-        self._layer_bytes = model.layer_params * model.element_bytes
-
-    def _time(self, compute_s: float, memory_s: float) -> float:
-        if compute_s < memory_s:
-            compute_s, memory_s = memory_s, compute_s
-        return compute_s + (1.0 - self.device.overlap) * memory_s
-
-    def _decode(self, load: StepLoad) -> tuple[float, float]:
-        """Return FLOPs and KV bytes of the attention of decode rows."""
-        keys, read, rows = load.decode_context + load.decode_rows, load.decode_context, load.pruned_rows
-        if rows:
-            kept = load.pruned_kept_context
-            pruned_keys = load.pruned_context + rows
-            keys += self._pruned_share * (load.pruned_kept_context + load.pruned_kept - 0.5 * pruned_keys)
-            read += self._pruned_share * (kept - (1.0 - self._score_bytes) * load.pruned_context)
-        return self._attention_flops * keys, self._kv * read
+        self._attention_flops = 4.0 * model.layers * model.q_heads * model.head_dim  # per query and key
+        self._layer_flops = 2.0 * (model.layer_params + model.active_expert_params)  # per token
+        self._head_flops = 2.0 * model.head_params
+        self._byte_s = 1.0 / (device.bandwidth * device.bandwidth_efficiency)
+        self._matmul_s = 1.0 / (peak * device.matmul_efficiency)
+        self._attention_s = 1.0 / (peak * device.attention_efficiency)
+        weight_s = model.weight_bits / 8 * self._byte_s
+        self._layers_s, self._head_s = model.layer_params * weight_s, model.head_params * weight_s
+        self._experts_s = model.expert_params * weight_s
+        self._untouched = 1.0 - model.experts_per_token / model.experts if model.experts else 1.0
+        self._loose = 1.0 - device.overlap
+        self._overhead_s = device.overhead_s
+        self._step_s, self._token_s = device.pruning_step_s, device.pruning_token_s
+        self._watts = (device.idle_w, device.compute_w, device.memory_w, device.overhead_w, device.limit_w)
 
     def step(self, load: StepLoad) -> StepCost:
         """Return the cost of one iteration."""
-        if load.rows == 0:
-            return StepCost(self.device.overhead_s, 0.0, 0.0)
-        layer_flops = 2.0 * self.model.layer_params * load.tokens
-        seconds = self.device.overhead_s + self._time(layer_flops / self._matmul_s, self._layer_bytes / self._bytes_s)
-        flops, kv_bytes = layer_flops, 0.0
-        if load.sampling:
-            head_flops = 2.0 * self.model.head_params * load.sampling
-            seconds += self._time(head_flops / self._matmul_s, self._head_bytes / self._bytes_s)
-            flops += head_flops
-        parts = [self._decode(load)] if load.decode_rows else []
-        if load.rows > load.decode_rows:
-            parts.append((self._attention_flops * load.prefill_pairs, self._kv * load.prefill_context))
-        for part_flops, part_bytes in parts:
-            seconds += self._time(part_flops / self._attention_s, part_bytes / self._bytes_s)
-            flops, kv_bytes = flops + part_flops, kv_bytes + part_bytes
-        if load.pruned_rows:
-            seconds += self.device.pruning_step_s + self.device.pruning_token_s * load.pruned_context
-        return StepCost(seconds, flops, kv_bytes)
+        rows, tokens, sampling, decoding, keys, pruned, context, kept, kept_context, cached, pairs = load
+        host_s = self._overhead_s
+        if not rows:
+            return StepCost(host_s, 0.0, 0.0, self._energy(host_s, 0.0, 0.0, host_s))
+        loose, attention = self._loose, self._attention_flops
+        flops = self._layer_flops * tokens
+        compute_s, memory_s = flops * self._matmul_s, self._layers_s
+        if self._experts_s:
+            memory_s += self._experts_s * (1.0 - self._untouched**tokens)
+        seconds = compute_s + loose * memory_s if compute_s > memory_s else memory_s + loose * compute_s
+        if sampling:
+            part = self._head_flops * sampling
+            flops += part
+            c, m = part * self._matmul_s, self._head_s
+            compute_s, memory_s = compute_s + c, memory_s + m
+            seconds += c + loose * m if c > m else m + loose * c
+        kv_bytes = 0.0
+        if decoding:
+            read = keys
+            keys += decoding
+            if pruned:
+                keys += self._pruned_share * (kept_context + kept - 0.5 * (context + pruned))
+                read += self._pruned_share * kept_context - self._unread * context
+                host_s += self._step_s + self._token_s * context
+            part, kv_bytes = attention * keys, self._kv * read
+            flops += part
+            c, m = part * self._attention_s, kv_bytes * self._byte_s
+            compute_s, memory_s = compute_s + c, memory_s + m
+            seconds += c + loose * m if c > m else m + loose * c
+        if rows > decoding:
+            part, more = attention * pairs, self._kv * cached
+            flops, kv_bytes = flops + part, kv_bytes + more
+            c, m = part * self._attention_s, more * self._byte_s
+            compute_s, memory_s = compute_s + c, memory_s + m
+            seconds += c + loose * m if c > m else m + loose * c
+        seconds += host_s
+        return StepCost(seconds, flops, kv_bytes, self._energy(seconds, compute_s, memory_s, host_s))
+
+    def _energy(self, seconds: float, compute_s: float, memory_s: float, host_s: float) -> float:
+        """Return joules of a step from its length and the busy seconds of its resources."""
+        idle, compute, memory, host, limit = self._watts
+        spent = idle * seconds + compute * compute_s + memory * memory_s + host * host_s
+        most = limit * seconds
+        return spent if spent < most else most
 
 
 def preset(name: str, page_tokens: int = 16, dense_layers: int = 2) -> Roofline:
@@ -227,12 +241,55 @@ def preset(name: str, page_tokens: int = 16, dense_layers: int = 2) -> Roofline:
     BadInputError
         If there is no such preset; the message lists those there are.
     """
-    if name not in PRESETS:
+    return cost_model(CostConfig(preset=name), page_tokens, dense_layers)
+
+
+def cost_model(config: CostConfig, page_tokens: int = 16, dense_layers: int = 2) -> Roofline:
+    """Return the cost model a configuration describes: the preset's pair, then its device, model and overrides.
+
+    Parameters
+    ----------
+    config : CostConfig
+    page_tokens : int
+        Page size of the KV pool.
+    dense_layers : int
+        Leading layers that are never pruned.
+
+    Raises
+    ------
+    BadInputError
+        If a preset, device or model is not known, a file cannot be used, the device lacks the asked arithmetic, or
+        its memory is smaller than the weights.
+    """
+    if config.preset not in PRESETS:
         raise BadInputError(
-            "no such cost preset", where="cost", field="cost.preset", value=name, allowed=", ".join(sorted(PRESETS))
+            "no such cost preset",
+            where="cost",
+            field="cost.preset",
+            value=config.preset,
+            allowed=", ".join(sorted(PRESETS)),
+            remedy="or name a pair: cost.device and cost.model",
         )
-    device, model = PRESETS[name]
-    return Roofline(DEVICES[device], MODELS[model], page_tokens, dense_layers)
+    names = PRESETS[config.preset]
+    device = resized(
+        device_spec(config.device or names[0]),
+        config.cores,
+        bandwidth=config.bandwidth,
+        matmul_efficiency=config.matmul_efficiency,
+        attention_efficiency=config.attention_efficiency,
+        bandwidth_efficiency=config.bandwidth_efficiency,
+    )
+    model = model_shape(config.model or names[1]).stored_as(config.weight_bits, config.kv_bits)
+    if model.weight_bytes > device.memory_bytes:
+        raise BadInputError(
+            f"{model.name} has {model.weight_bytes / 1e9:.1f} GB of weights, {device.name} has "
+            f"{device.memory_bytes / 1e9:.1f} GB of memory",
+            where="cost",
+            field="cost.model",
+            value=config.model or names[1],
+            remedy="a larger device, a smaller model, or fewer cost.weight_bits",
+        )
+    return Roofline(device, model, page_tokens, dense_layers, config.compute_bits)
 
 
 def kv_pages(device: DeviceSpec, model: ModelShape, page_tokens: int = 16, memory_share: float = 0.9) -> int:

@@ -81,7 +81,7 @@ class Maker:
             true_tokens = self._spare.lengths(workload.limit_tokens)
             workload.expected_tokens = predictions(config.workload, config.seed, true_tokens, oracle=oracle)
         self._spare.response.require_rule(config.loop.pruning, page)
-        self.cost = costs.preset(config.cost.preset, page, pruning.dense_layers) if cost is None else cost
+        self.cost = costs.cost_model(config.cost, page, pruning.dense_layers) if cost is None else cost
         self.pool_tokens = config.engine.pages * page
         self.protected_tokens = (pruning.sink_pages + pruning.recent_pages) * page
 

@@ -4,8 +4,9 @@ Kept share, certificates, KL and the shift of the entropy are bilinear in (conte
 interpolated as such, which is never below -ln(1 - m) of the interpolated mass (a convex function). Below the first
 recorded context they go to those of dense attention at context 0; above the last they keep its value, which overstates
 what is read (the kept share falls with context), and the tokens concerned are counted. The entropy shift is added to
-the model entropy and to the tempered one, floored at 0. A theta beyond the recorded ones is an error, and so is a pruning
-rule other than the recorded one (page size, dense layers, protected pages, selection): its response was not measured.
+the model entropy and to the tempered one, floored at 0. A theta beyond the recorded ones is an error, and so is a
+pruning rule other than the recorded one (page size, dense layers, protected pages, selection): its response was not
+measured.
 
 The interpolation and its edges are ours.
 """

@@ -10,11 +10,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from entropic_ctl.config import CostConfig
 from entropic_ctl.errors import BadInputError
-from sim.cost import DEVICES, MODELS, PRESETS, DeviceSpec, LinearCost, ModelShape, Roofline, kv_pages, preset
+from sim.cost import (
+    DEVICES,
+    MODELS,
+    PRESETS,
+    DeviceSpec,
+    LinearCost,
+    ModelShape,
+    Roofline,
+    cost_model,
+    idle_power_w,
+    kv_pages,
+    preset,
+)
 from sim.load import StepLoad, measure
 
-TINY = ModelShape("tiny", 4, 2, 1, 8, 1000.0, 500.0, 3000.0, 50)  # 128 KV bytes per token, 256 FLOPs per query and key
+TINY = ModelShape("tiny", 4, 2, 1, 8, 1000.0, 500.0, 50)  # 128 KV bytes per token, 256 FLOPs per query and key
 UNIT = DeviceSpec("unit", 1e3, 1e3, 1e6, overhead_s=0.5)
 
 
@@ -124,3 +137,129 @@ def test_unknown_preset_lists_the_known_ones() -> None:
 
 def test_linear_cost() -> None:
     assert LinearCost(1.0, 0.5).step(StepLoad(2, 5, 2, 0, 0.0)).seconds == 3.5
+
+
+MOE = ModelShape("moe", 4, 2, 1, 8, 1000.0, 500.0, 50, expert_params=8000.0, experts=8, experts_per_token=2)
+
+
+def test_experts_by_hand() -> None:
+    model = Roofline(dataclasses.replace(UNIT, peak_flops=1e9), MOE)
+    one, three = (run(model, [(0, n, False)]) for n in (1, 3))
+    # a token uses a quarter of the experts: 2 (1000 + 2000) FLOPs; three touch 1 - (3/4)^3 of their 16,000 bytes
+    assert one.flops - 256 * 1 == 2 * 3000
+    assert three.flops - 256 * 6 == 3 * 2 * 3000
+    assert one.seconds == pytest.approx(0.5 + (2000 + 16_000 / 4) / 1e3, rel=1e-5)
+    assert three.seconds == pytest.approx(0.5 + (2000 + 16_000 * (1 - 0.75**3)) / 1e3, rel=1e-5)
+
+
+def test_experts_read_like_the_active_model_at_one_token_and_like_all_of_it_at_many() -> None:
+    slow_memory = dataclasses.replace(UNIT, peak_flops=1e15)
+    active = dataclasses.replace(MOE, layer_params=3000.0, expert_params=0.0, experts=0, experts_per_token=0)
+    everything = dataclasses.replace(active, layer_params=9000.0)
+    for tokens, like in ((1, active), (400, everything)):
+        mine, other = (run(Roofline(slow_memory, shape), [(0, tokens, False)]) for shape in (MOE, like))
+        assert mine.seconds == pytest.approx(other.seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize(("bits", "share"), [(8, 0.5), (4, 0.25), (32, 2.0)])
+def test_narrow_weights_and_cache_move_fewer_bytes(bits: int, share: float) -> None:
+    device = dataclasses.replace(UNIT, peak_flops=1e15, peak_flops_32=1e15, overhead_s=0.0)
+    wide, rows = Roofline(device, TINY), [(100, 1, True)]
+    weights, cache = (Roofline(device, TINY.stored_as(w, k)) for w, k in ((bits, 0), (0, bits)))
+    kv_s = 128 * 100 / 1e3
+    weights_s = 2 * 1500 / 1e3
+    assert run(wide, rows).seconds == pytest.approx(weights_s + kv_s, rel=1e-6)
+    assert run(weights, rows).seconds == pytest.approx(share * weights_s + kv_s, rel=1e-6)
+    assert run(cache, rows).seconds == pytest.approx(weights_s + share * kv_s, rel=1e-6)
+    assert run(cache, rows).kv_bytes == share * run(wide, rows).kv_bytes
+
+
+def test_the_key_shadow_does_not_shrink_with_the_cache() -> None:
+    """8-bit keys are a quarter of a 16-bit cache and half of an 8-bit one; the 16-bit metadata double their share."""
+    for bits, scored in ((16, 0.25 + 0.09375), (8, 0.5 + 0.1875), (32, 0.125 + 0.046875)):
+        model = Roofline(UNIT, TINY.stored_as(kv_bits=bits), 16, dense_layers=0)
+        dense, pruned = (run(model, [(400, 1, True)], theta=theta, kept=0.2) for theta in (0.0, 0.01))
+        assert pruned.kv_bytes / dense.kv_bytes == pytest.approx(scored + 0.2)
+
+
+def test_the_arithmetic_follows_the_weights_unless_told_otherwise() -> None:
+    device = dataclasses.replace(DEVICES["h100"], overhead_s=0.0)
+    rows = [(0, 8192, False)]  # bound by arithmetic
+
+    def seconds(weight_bits: int, compute_bits: int) -> float:
+        return float(run(Roofline(device, TINY.stored_as(weight_bits), compute_bits=compute_bits), rows).seconds)
+
+    assert seconds(4, 0) == seconds(8, 0) == seconds(16, 0) == seconds(16, 16)
+    assert seconds(8, 8) == pytest.approx(seconds(16, 0) * 989.4 / 1978.9)
+    assert seconds(32, 0) == pytest.approx(seconds(16, 0) * 989.4 / 66.9)
+
+
+def test_energy_by_hand() -> None:
+    device = dataclasses.replace(
+        UNIT, idle_w=1.0, compute_w=10.0, memory_w=5.0, overhead_w=3.0, limit_w=1000.0, pruning_step_s=2.0
+    )
+    cost = run(Roofline(device, TINY), [(10, 1, True), (30, 1, True)])
+    compute_s, memory_s = 4 + 2 + 10.752, 2 + 1 + 5.12
+    assert cost.energy_j == pytest.approx(cost.seconds + 10 * compute_s + 5 * memory_s + 3 * 0.5)
+    limited = run(Roofline(dataclasses.replace(device, limit_w=4.0), TINY), [(10, 1, True), (30, 1, True)])
+    assert limited.energy_j == pytest.approx(4.0 * cost.seconds)
+    idle = Roofline(device, TINY).step(StepLoad(0, 0, 0, 0, 0.0))
+    assert idle.energy_j == pytest.approx(0.5 * (1 + 3))
+    rows = [(400, 1, True)]
+    dense, pruned = (run(Roofline(device, TINY, 16, 4), rows, theta=theta) for theta in (0.0, 0.1))
+    assert pruned.energy_j - dense.energy_j == pytest.approx(2.0 * (1 + 3))  # all four layers are dense: host time only
+
+
+@given(
+    st.sampled_from(sorted(PRESETS)),
+    st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 300), st.booleans()), max_size=12),
+    st.floats(0.05, 1.0),
+)
+def test_energy_lies_between_idle_and_the_power_limit(
+    name: str, rows: list[tuple[int, int, bool]], kept: float
+) -> None:
+    model = preset(name)
+    cost = run(model, rows, theta=0.02, kept=kept) if rows else model.step(StepLoad(0, 0, 0, 0, 0.0))
+    assert idle_power_w(model) * cost.seconds <= cost.energy_j * (1 + 1e-12)
+    assert cost.energy_j <= model.device.limit_w * cost.seconds * (1 + 1e-12)
+    assert idle_power_w(LinearCost()) == 0.0
+
+
+@given(
+    st.sampled_from(sorted(PRESETS)),
+    st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 40), st.booleans()), min_size=1, max_size=8),
+    st.floats(0.05, 0.9),
+    st.data(),
+)
+def test_more_context_tokens_or_pages_never_cost_less(
+    name: str, rows: list[tuple[int, int, bool]], kept: float, data: st.DataObject
+) -> None:
+    model = preset(name)
+    base = run(model, rows, theta=0.02, kept=kept)
+    i = data.draw(st.integers(0, len(rows) - 1))
+    context, n, samples = rows[i]
+    longer = [*rows[:i], (context + data.draw(st.integers(1, 1000)), n, samples), *rows[i + 1 :]]
+    wider = [*rows[:i], (context, n + data.draw(st.integers(1, 40)), samples), *rows[i + 1 :]]
+    others = [run(model, longer, theta=0.02, kept=kept), run(model, rows, theta=0.02, kept=kept + 0.1)]
+    if n > 1 or not samples:  # a pruned decode row that becomes a chunk is no longer pruned, and may read less metadata
+        others.append(run(model, wider, theta=0.02, kept=kept))
+    for other in others:
+        for more, less in zip(other, base, strict=True):
+            assert more >= less * (1 - 1e-12)
+
+
+def test_a_configuration_names_device_model_and_widths() -> None:
+    model = cost_model(CostConfig(device="h200", model="llama-3-70b", weight_bits=8, kv_bits=8, bandwidth=3e12))
+    assert (model.device.name, model.device.bandwidth) == ("h200", 3e12)
+    assert (model.model.name, model.model.weight_bits, model.model.kv_bytes_per_token) == ("llama-3-70b", 8, 163_840)
+    assert cost_model(CostConfig(device="cpu", cores=16)).device.peak_flops == 16 * 0.41e12
+    with pytest.raises(BadInputError, match=r"cost.model.*141.1 GB of weights"):
+        cost_model(CostConfig(device="h200", model="llama-3-70b"))
+    for wrong in ({"weight_bits": 5}, {"kv_bits": 64}, {"compute_bits": 4}, {"matmul_efficiency": 1.5}):
+        with pytest.raises(BadInputError, match=next(iter(wrong))):
+            CostConfig(**wrong)  # type: ignore[arg-type]
+
+
+def test_every_preset_fits_its_device() -> None:
+    for device, model in PRESETS.values():
+        assert kv_pages(DEVICES[device], MODELS[model]) > 1000
