@@ -51,6 +51,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from entropic_ctl.compiled import compiled
 from entropic_ctl.config import CostConfig
 from entropic_ctl.errors import BadInputError
 from sim.devices import DEVICES, DeviceSpec, device_spec, resized
@@ -66,7 +67,9 @@ __all__ = [
     "LinearCost",
     "ModelShape",
     "Roofline",
+    "RooflineConstants",
     "StepCost",
+    "charge",
     "cost_model",
     "idle_power_w",
     "kv_pages",
@@ -158,70 +161,106 @@ class Roofline:
         self.device, self.model, self.idle_power_w = device, model, device.idle_w
         peak = device.peak(compute_bits or (32 if model.weight_bits == 32 else 16))
         dense = min(dense_layers, model.layers)
-        self._pruned_share = 1 - dense / model.layers
-        self._unread = self._pruned_share * (1.0 - (4.0 + 24.0 / page_tokens) / model.kv_bits)
-        self._kv = float(model.kv_bytes_per_token)
-        self._attention_flops = 4.0 * model.layers * model.q_heads * model.head_dim  # per query and key
-        self._layer_flops = 2.0 * (model.layer_params + model.active_expert_params)  # per token
-        self._head_flops = 2.0 * model.head_params
-        self._byte_s = 1.0 / (device.bandwidth * device.bandwidth_efficiency)
-        self._matmul_s = 1.0 / (peak * device.matmul_efficiency)
-        self._attention_s = 1.0 / (peak * device.attention_efficiency)
-        weight_s = model.weight_bits / 8 * self._byte_s
-        self._layers_s, self._head_s = model.layer_params * weight_s, model.head_params * weight_s
-        self._experts_s = model.expert_params * weight_s
-        self._untouched = 1.0 - model.experts_per_token / model.experts if model.experts else 1.0
-        self._loose = 1.0 - device.overlap
-        self._overhead_s = device.overhead_s
-        self._step_s, self._token_s = device.pruning_step_s, device.pruning_token_s
-        self._watts = (device.idle_w, device.compute_w, device.memory_w, device.overhead_w, device.limit_w)
+        pruned_share = 1 - dense / model.layers
+        byte_s = 1.0 / (device.bandwidth * device.bandwidth_efficiency)
+        weight_s = model.weight_bits / 8 * byte_s
+        self.constants = RooflineConstants(
+            overhead_s=device.overhead_s,
+            loose=1.0 - device.overlap,
+            byte_s=byte_s,
+            matmul_s=1.0 / (peak * device.matmul_efficiency),
+            attention_s=1.0 / (peak * device.attention_efficiency),
+            layer_flops=2.0 * (model.layer_params + model.active_expert_params),
+            head_flops=2.0 * model.head_params,
+            attention_flops=4.0 * model.layers * model.q_heads * model.head_dim,
+            layers_s=model.layer_params * weight_s,
+            head_s=model.head_params * weight_s,
+            experts_s=model.expert_params * weight_s,
+            untouched=1.0 - model.experts_per_token / model.experts if model.experts else 1.0,
+            kv_bytes=float(model.kv_bytes_per_token),
+            pruned_share=pruned_share,
+            unread=pruned_share * (1.0 - (4.0 + 24.0 / page_tokens) / model.kv_bits),
+            pruning_step_s=device.pruning_step_s,
+            pruning_token_s=device.pruning_token_s,
+            idle_w=device.idle_w,
+            compute_w=device.compute_w,
+            memory_w=device.memory_w,
+            overhead_w=device.overhead_w,
+            limit_w=device.limit_w,
+        )
 
     def step(self, load: StepLoad) -> StepCost:
         """Return the cost of one iteration."""
-        rows, tokens, sampling, decoding, keys, pruned, context, kept, kept_context, cached, pairs = load
-        host_s = self._overhead_s
-        if not rows:
-            return StepCost(host_s, 0.0, 0.0, self._energy(host_s, 0.0, 0.0, host_s))
-        loose, attention = self._loose, self._attention_flops
-        flops = self._layer_flops * tokens
-        compute_s, memory_s = flops * self._matmul_s, self._layers_s
-        if self._experts_s:
-            memory_s += self._experts_s * (1.0 - self._untouched**tokens)
-        seconds = compute_s + loose * memory_s if compute_s > memory_s else memory_s + loose * compute_s
-        if sampling:
-            part = self._head_flops * sampling
-            flops += part
-            c, m = part * self._matmul_s, self._head_s
-            compute_s, memory_s = compute_s + c, memory_s + m
-            seconds += c + loose * m if c > m else m + loose * c
-        kv_bytes = 0.0
-        if decoding:
-            read = keys
-            keys += decoding
-            if pruned:
-                keys += self._pruned_share * (kept_context + kept - 0.5 * (context + pruned))
-                read += self._pruned_share * kept_context - self._unread * context
-                host_s += self._step_s + self._token_s * context
-            part, kv_bytes = attention * keys, self._kv * read
-            flops += part
-            c, m = part * self._attention_s, kv_bytes * self._byte_s
-            compute_s, memory_s = compute_s + c, memory_s + m
-            seconds += c + loose * m if c > m else m + loose * c
-        if rows > decoding:
-            part, more = attention * pairs, self._kv * cached
-            flops, kv_bytes = flops + part, kv_bytes + more
-            c, m = part * self._attention_s, more * self._byte_s
-            compute_s, memory_s = compute_s + c, memory_s + m
-            seconds += c + loose * m if c > m else m + loose * c
-        seconds += host_s
-        return StepCost(seconds, flops, kv_bytes, self._energy(seconds, compute_s, memory_s, host_s))
+        return StepCost(*charge(self.constants, load))
 
-    def _energy(self, seconds: float, compute_s: float, memory_s: float, host_s: float) -> float:
-        """Return joules of a step from its length and the busy seconds of its resources."""
-        idle, compute, memory, host, limit = self._watts
-        spent = idle * seconds + compute * compute_s + memory * memory_s + host * host_s
-        most = limit * seconds
-        return spent if spent < most else most
+
+class RooflineConstants(NamedTuple):
+    """All that :func:`charge` needs of a device and a model: seconds, FLOPs and bytes per unit, and watts."""
+
+    overhead_s: float
+    loose: float  # 1 - overlap
+    byte_s: float
+    matmul_s: float  # per FLOP
+    attention_s: float
+    layer_flops: float  # per token
+    head_flops: float  # per sampling row
+    attention_flops: float  # per query and key
+    layers_s: float  # to read the weights
+    head_s: float
+    experts_s: float
+    untouched: float  # share of the experts that one token leaves alone
+    kv_bytes: float  # per token
+    pruned_share: float  # of the layers
+    unread: float
+    pruning_step_s: float
+    pruning_token_s: float
+    idle_w: float
+    compute_w: float
+    memory_w: float
+    overhead_w: float
+    limit_w: float
+
+
+def _charge(c: RooflineConstants, load: StepLoad) -> tuple[float, float, float, float]:
+    """Return (seconds, FLOPs, KV bytes, joules) of one iteration."""
+    host_s, loose = c.overhead_s, c.loose
+    flops = kv_bytes = compute_s = memory_s = seconds = 0.0
+    if load.rows > 0:
+        flops = c.layer_flops * load.tokens
+        compute_s, memory_s = flops * c.matmul_s, c.layers_s
+        if c.experts_s > 0.0:
+            memory_s += c.experts_s * (1.0 - c.untouched**load.tokens)
+        seconds = max(compute_s, memory_s) + loose * min(compute_s, memory_s)
+    if load.sampling > 0:
+        part = c.head_flops * load.sampling
+        flops += part
+        compute, memory = part * c.matmul_s, c.head_s
+        compute_s, memory_s = compute_s + compute, memory_s + memory
+        seconds += max(compute, memory) + loose * min(compute, memory)
+    if load.decode_rows > 0:
+        read, keys = load.decode_context, load.decode_context + load.decode_rows
+        if load.pruned_rows > 0:
+            pruned, kept = load.pruned_context, load.pruned_kept_context
+            keys += c.pruned_share * (kept + load.pruned_kept - 0.5 * (pruned + load.pruned_rows))
+            read += c.pruned_share * kept - c.unread * pruned
+            host_s += c.pruning_step_s + c.pruning_token_s * pruned
+        part, more = c.attention_flops * keys, c.kv_bytes * read
+        flops, kv_bytes = flops + part, kv_bytes + more
+        compute, memory = part * c.attention_s, more * c.byte_s
+        compute_s, memory_s = compute_s + compute, memory_s + memory
+        seconds += max(compute, memory) + loose * min(compute, memory)
+    if load.rows > load.decode_rows:
+        part, more = c.attention_flops * load.prefill_pairs, c.kv_bytes * load.prefill_context
+        flops, kv_bytes = flops + part, kv_bytes + more
+        compute, memory = part * c.attention_s, more * c.byte_s
+        compute_s, memory_s = compute_s + compute, memory_s + memory
+        seconds += max(compute, memory) + loose * min(compute, memory)
+    seconds += host_s
+    spent = c.idle_w * seconds + c.compute_w * compute_s + c.memory_w * memory_s + c.overhead_w * host_s
+    return seconds, flops, kv_bytes, min(spent, c.limit_w * seconds)
+
+
+charge = compiled(_charge) or _charge
 
 
 def preset(name: str, page_tokens: int = 16, dense_layers: int = 2) -> Roofline:

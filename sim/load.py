@@ -14,7 +14,7 @@ import numpy.typing as npt
 from entropic_ctl.compiled import compiled
 from entropic_ctl.signals import FloatArray, IntArray
 
-__all__ = ["StepLoad", "measure"]
+__all__ = ["StepLoad", "measure", "total"]
 
 
 class StepLoad(NamedTuple):
@@ -85,15 +85,16 @@ def measure(
         int(np.count_nonzero(decode)),
         float(context[decode].sum()),
         c.shape[0],
-        _total(c),
-        _total(p),
-        _total(c * p),
-        _total(cached),
-        _total(new * (cached + 0.5 * (new + 1.0))),
+        total(c),
+        total(p),
+        total(c * p),
+        total(cached),
+        total(new * (cached + 0.5 * (new + 1.0))),
     )
 
 
-def _total(values: FloatArray) -> float:
+def total(values: FloatArray) -> float:
+    """Return the sum from the first entry to the last, as a loop adds it."""
     return float(np.cumsum(values)[-1]) if values.shape[0] else 0.0
 
 

@@ -111,7 +111,7 @@ class Maker:
             target_nats=getattr(config.loop.temperature.config, "target_nats", None),
             pool_pages=config.engine.pages,
             slo=config.slo,
-            idle_w=float(getattr(getattr(self.cost, "device", None), "idle_w", 0.0)),
+            idle_w=costs.idle_power_w(self.cost),
         )
         trajectories = self._spare if self._spare is not None else self._trajectories()
         self._spare = None

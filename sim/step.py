@@ -13,7 +13,7 @@ import numpy as np
 from entropic_ctl.signals import Finish, FinishReason, FloatArray, LogitView, StepPlan, StepResult, Tempered
 from sim.clock import Clock
 from sim.cost import CostModel
-from sim.load import measure
+from sim.load import measure, total
 from sim.trajectories import Trajectories
 
 __all__ = ["StepModel"]
@@ -122,6 +122,6 @@ class StepModel:
             ones, zeros = self._dense
             return ones, zeros, zeros, zeros, None
         response = self.trajectories.response(plan.context, plan.theta_nats, self._decode)
-        self.kl_sum += float(response.kl.sum())
+        self.kl_sum += total(response.kl)
         kept, mean, worst, nats, _, _, shift = response
         return kept, mean, worst, nats, shift

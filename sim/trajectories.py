@@ -35,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropic_ctl import bank as banks
+from entropic_ctl.arrays import log
 from entropic_ctl.bank import Bank
 from entropic_ctl.compiled import compiled
 from entropic_ctl.config import LoopConfig
@@ -107,7 +108,7 @@ class BankView:
             If a temperature lies outside the recorded grid.
         """
         grid = self._grid
-        entropy, varentropy, inside = _hermite(self._H, self._V, grid, self._at, np.log(temperature))
+        entropy, varentropy, inside = _hermite(self._H, self._V, grid, self._at, log(temperature))
         if not inside:
             raise BadInputError(
                 "temperature outside the recorded grid",
@@ -255,7 +256,7 @@ class Trajectories:
     def advance(self, ids: IntArray, temperature: FloatArray) -> None:
         """Record that each request accepted one token, sampled at ``temperature`` (0 for greedy), shape (M,)."""
         self._token[ids] += 1
-        self._u[ids] = np.log(np.where(temperature > 0, temperature, self._lowest))
+        self._u[ids] = log(np.where(temperature > 0, temperature, self._lowest))
 
     def require_range(self, loop: LoopConfig) -> None:
         """Check once that no temperature or theta the laws can ask for lies outside the recorded ones.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 from entropic_ctl import fields
-from entropic_ctl.arrays import clip, namespace
+from entropic_ctl.arrays import clip, exp
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import Array, LogitView
 
@@ -53,7 +53,7 @@ class TemperatureConfig:
 
 def clamped_temperature(u: Array, config: TemperatureConfig) -> Array:
     """Return T = exp u, moved inside the clamps of ``config`` (exp and log do not invert each other exactly)."""
-    return clip(namespace(u).exp(u), config.t_min, config.t_max)
+    return clip(exp(u), config.t_min, config.t_max)
 
 
 class Stateless:

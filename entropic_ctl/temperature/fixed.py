@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from entropic_ctl.arrays import namespace
+from entropic_ctl.arrays import exp
 from entropic_ctl.signals import Array, LogitView
 from entropic_ctl.temperature.base import Stateless, TemperatureConfig, TemperatureLaw
 
@@ -25,7 +25,7 @@ class Fixed(Stateless):
 
     def temper(self, u: Array, view: LogitView) -> tuple[Array, Array, Array]:
         """Return (exp u, tempered entropy, varentropy)."""
-        temperature = namespace(u).exp(u)
+        temperature = exp(u)
         return temperature, *view.at(temperature)
 
 
