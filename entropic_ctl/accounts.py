@@ -121,7 +121,7 @@ def _book_tokens_columns(
 
 
 @compiled
-def _book_tokens_loop(
+def book_tokens_loop(
     sums: FloatArray,
     gap_counts: IntArray,
     rows: IntArray,
@@ -168,7 +168,7 @@ def _book_tokens_loop(
     return longest
 
 
-book_tokens = _book_tokens_loop or _book_tokens_columns
+book_tokens = book_tokens_loop or _book_tokens_columns
 
 
 def _book_step_columns(
@@ -204,7 +204,7 @@ def _book_step_columns(
 
 
 @compiled
-def _book_step_loop(
+def book_step_loop(
     row: FloatArray,
     page: int,
     context: IntArray,
@@ -229,7 +229,7 @@ def _book_step_loop(
         row[SCHEDULED + 7] = max(row[SCHEDULED + 7], certificate[r])
 
 
-book_step = _book_step_loop or _book_step_columns
+book_step = book_step_loop or _book_step_columns
 
 
 class Account:
@@ -288,6 +288,12 @@ class StepTable(Account):
         self.reserve(1)
         self.n += 1
         return self.sums[self.n - 1]
+
+    def reserve_rows(self, rows: int) -> FloatArray:
+        """Return the next rows, at most ``rows`` and none past ``max_steps``; count those filled in :attr:`n`."""
+        count = min(rows, self._max_steps - self.n)
+        self.reserve(count)
+        return self.sums[self.n : self.n + count]
 
     def _merge(self) -> None:
         even = self.n - self.n % 2

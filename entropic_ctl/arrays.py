@@ -36,7 +36,7 @@ def clip(x: Array, low: float, high: float) -> Array:
 
 
 @compiled
-def _exp_loop(x: FloatArray) -> FloatArray:
+def exp_loop(x: FloatArray) -> FloatArray:
     out = np.empty_like(x)
     for i in range(x.shape[0]):
         out[i] = math.exp(x[i])
@@ -44,7 +44,7 @@ def _exp_loop(x: FloatArray) -> FloatArray:
 
 
 @compiled
-def _log_loop(x: FloatArray) -> FloatArray:
+def log_loop(x: FloatArray) -> FloatArray:
     out = np.empty_like(x)
     for i in range(x.shape[0]):
         out[i] = math.log(x[i])
@@ -57,11 +57,11 @@ def exp(x: Array) -> Array:
     The only place, with :func:`log`, where runs with and without numba may differ, in the last bit: inside a compiled
     loop only the scalar function is at hand, and a loop must give what the same steps taken one by one give.
     """
-    if _exp_loop is not None and type(x) is np.ndarray and x.ndim == 1:
-        return _exp_loop(x)
+    if exp_loop is not None and type(x) is np.ndarray and x.ndim == 1:
+        return exp_loop(x)
     return namespace(x).exp(x)
 
 
 def log(x: FloatArray) -> FloatArray:
     """Return ln x of a one-dimensional array of positive numbers; see :func:`exp`."""
-    return np.log(x) if _log_loop is None else _log_loop(x)
+    return np.log(x) if log_loop is None else log_loop(x)

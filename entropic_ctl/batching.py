@@ -91,6 +91,25 @@ class Batcher:
         """Submitted requests that wait for a slot."""
         return len(self._backlog)
 
+    @property
+    def step(self) -> int:
+        """Number of the next iteration."""
+        return self._step
+
+    @property
+    def calm(self) -> bool:
+        """Whether all live rows ran in the last plan, nobody left since, and nobody can be admitted."""
+        s, last = self.slots, self._last
+        if self._changed or self._open or self._stateful or s.hashes or last is None or (self._backlog and s.room):
+            return False
+        return last.slots is s.live and last.n_rows > 0
+
+    def ran(self, steps: int, step_s: float) -> None:
+        """Note iterations that a driver ran on the columns in place, by :func:`entropic_ctl.steady.seat_all`."""
+        self._step += steps
+        self.step_s = step_s
+        self._steady = False
+
     def slot_of(self, request_id: int) -> int | None:
         """Return the slot of an admitted request, or None."""
         return self.slots.slot_of.get(request_id)

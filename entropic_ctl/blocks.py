@@ -91,6 +91,11 @@ class BlockPool:
         """The stack of free pages, how many it holds (the top is the last), and the reference counts."""
         return self._stack, self._n_free, self._refs
 
+    @property
+    def remembered_pages(self) -> int:
+        """Pages that nobody holds but that are still findable."""
+        return len(self._remembered)
+
     def took(self, count: int) -> None:
         """Note that the top ``count`` free pages were taken in place, each with one reference."""
         self._n_free -= count

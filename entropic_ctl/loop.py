@@ -93,6 +93,11 @@ class Loop:
             )
 
     @property
+    def plain(self) -> bool:
+        """Whether nobody records the calls."""
+        return self._recorder is None
+
+    @property
     def live(self) -> int:
         """Admitted requests."""
         return self.batcher.live

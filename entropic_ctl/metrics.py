@@ -46,7 +46,7 @@ from entropic_ctl.errors import BadInputError
 from entropic_ctl.histogram import DurationHistogram
 from entropic_ctl.metrics_summary import Measured, summarise
 from entropic_ctl.metrics_tables import REASONS, requests_table, steps_table
-from entropic_ctl.signals import Finish, FinishReason, IntArray, Request, StepPlan, StepResult
+from entropic_ctl.signals import Finish, FinishReason, FloatArray, IntArray, Request, StepPlan, StepResult
 
 __all__ = ["Metrics"]
 
@@ -124,8 +124,8 @@ class Metrics(Collector):
         if not 0.0 < filter_weight <= 1.0:
             raise BadInputError("not a filter weight", field="filter_weight", value=filter_weight, allowed="(0, 1]")
         self.ledger, self.gaps = CostLedger(), DurationHistogram()
-        self._page, self._weight = page_tokens, filter_weight
-        self._target = math.nan if target_nats is None else target_nats
+        self._page, self.filter_weight = page_tokens, filter_weight
+        self.target_nats = math.nan if target_nats is None else target_nats
         self._pool_pages, self._slo, self._idle_w = pool_pages, slo, idle_w
         self._facts, self._account = Columns(_FACTS), Account(REQUEST)
         self._row_of_id: dict[int, int] = {}
@@ -140,6 +140,31 @@ class Metrics(Collector):
         self._steps = StepTable(max_steps)
         self._dense = np.ones(0), np.zeros(0)  # what a step that reports nothing kept and lost
         self._kept = Columns(_TOKEN) if keep_tokens else None
+
+    @property
+    def plain(self) -> bool:
+        """Whether all that is kept of a token are sums."""
+        return self._kept is None
+
+    @property
+    def rows(self) -> IntArray:
+        """Rows in :attr:`sums` of those who were served in the last step, in plan order."""
+        return self._rows
+
+    @property
+    def sums(self) -> FloatArray:
+        """Accounts of the requests; see :data:`entropic_ctl.accounts.REQUEST`."""
+        return self._account.sums
+
+    def reserve_steps(self, steps: int) -> FloatArray:
+        """Return the accounts of at most ``steps`` iterations to come, to be filled in place."""
+        return self._steps.reserve_rows(steps)
+
+    def ran(self, steps: int, end_s: float) -> None:
+        """Note iterations of the same rows whose accounts a driver booked in place."""
+        self._steps.n += steps
+        self._n_steps += steps
+        self._end_s = end_s
 
     @property
     def live(self) -> int:
@@ -250,7 +275,7 @@ class Metrics(Collector):
     def requests_table(self) -> dict[str, npt.NDArray[Any]]:
         """Return one row per request, in order of submission; undefined values are NaN. See :func:`requests_table`."""
         return requests_table(
-            self._facts.table() | {name: self._account[name].copy() for name in REQUEST}, self._target
+            self._facts.table() | {name: self._account[name].copy() for name in REQUEST}, self.target_nats
         )
 
     def steps_table(self) -> dict[str, npt.NDArray[Any]]:
@@ -363,7 +388,7 @@ class Metrics(Collector):
         if not distinct:
             parts = [(rows[part], model[part], tempered[part]) for part in Runs.of(rows).rounds()]
         for part in parts:
-            longest = book_tokens(sums, counts, part[0], now_s, *part[1:], self._target, self._weight)
+            longest = book_tokens(sums, counts, part[0], now_s, *part[1:], self.target_nats, self.filter_weight)
             self.gaps.maximum_s = max(self.gaps.maximum_s, longest)
 
     def _keep(self, rows: IntArray, plan: StepPlan, result: StepResult, where: Any) -> None:

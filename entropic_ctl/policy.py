@@ -71,7 +71,7 @@ class Policy:
         self.timer = np.zeros(slots, np.int64)
         self.seen = np.zeros(slots, np.int64)
         self.active = np.zeros(slots, np.bool_)
-        self._stats = np.zeros((slots, 6))
+        self.stats = np.zeros((slots, 6))
         self._late = np.zeros((slots, observation_lag, 2))  # ring of entropies not yet visible
         self._arrived = np.zeros(slots, np.int64)
 
@@ -95,7 +95,7 @@ class Policy:
         self.active[slots] = False
 
     def _reset(self, slots: IntArray) -> None:
-        for column in (self.u, self.theta, self.timer, self.seen, self._stats, self._late, self._arrived):
+        for column in (self.u, self.theta, self.timer, self.seen, self.stats, self._late, self._arrived):
             column[slots] = 0
 
     def signals(self, slots: IntArray) -> EntropySignals:
@@ -104,7 +104,7 @@ class Policy:
         Mean, variance and lag-1 autocovariance are running estimates about the running mean, both divided by the
         number of entropies, so that |cov1| <= var up to rounding.
         """
-        stats, seen = self._stats[slots], self.seen[slots]
+        stats, seen = self.stats[slots], self.seen[slots]
         count = np.maximum(seen, 1)
         mean = stats[:, _SUM] / count
         variance = np.maximum(stats[:, _SQUARES] / count - mean**2, 0.0)
@@ -229,7 +229,7 @@ class Policy:
         wider, later = self.pruning.update(theta, timer, model)
         if wider is not theta or later is not timer:  # a law that is off returns its arguments
             self.theta[slots], self.timer[slots] = wider, later
-        _count(self._stats, self.seen, slots, model, self.scheduling.config.reduction_weight)
+        _count(self.stats, self.seen, slots, model, self.scheduling.config.reduction_weight)
 
 
 def _count_columns(table: FloatArray, count: IntArray, slots: IntArray, model: FloatArray, weight: float) -> None:
@@ -250,7 +250,7 @@ def _count_columns(table: FloatArray, count: IntArray, slots: IntArray, model: F
 
 
 @compiled
-def _count_loop(table: FloatArray, count: IntArray, slots: IntArray, model: FloatArray, weight: float) -> None:
+def count_loop(table: FloatArray, count: IntArray, slots: IntArray, model: FloatArray, weight: float) -> None:
     """Twin of :func:`_count_columns`."""
     for i in range(slots.shape[0]):
         slot, h = slots[i], model[i]
@@ -268,7 +268,7 @@ def _count_loop(table: FloatArray, count: IntArray, slots: IntArray, model: Floa
         count[slot] = seen + 1
 
 
-_count = _count_loop or _count_columns
+_count = count_loop or _count_columns
 
 
 def _finite_columns(first: FloatArray, second: FloatArray) -> bool:

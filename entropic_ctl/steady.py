@@ -193,7 +193,7 @@ def _seat_all_columns(
 
 
 @compiled
-def _seat_all_loop(
+def seat_all_loop(
     live: IntArray,
     limits: tuple[int, int, int, int, int],
     ids: IntArray,
@@ -247,7 +247,7 @@ def _seat_all_loop(
     return done, Rows(row_ids, context, n, samples, row_greedy, budgets, log, decode_only)
 
 
-seat_all = _seat_all_loop or _seat_all_columns
+seat_all = seat_all_loop or _seat_all_columns
 
 
 def _accept_columns(

@@ -18,6 +18,15 @@ class Clock:
         self.now_s = self._sum = start_s
         self._low = 0.0
 
+    @property
+    def parts(self) -> tuple[float, float]:
+        """The sum and its compensation."""
+        return self._sum, self._low
+
+    def set(self, now_s: float, total_s: float, low_s: float) -> None:
+        """Take over a time that was advanced elsewhere by the same rule."""
+        self.now_s, self._sum, self._low = now_s, total_s, low_s
+
     def advance(self, seconds: float) -> float:
         """Add a duration and return the new time.
 

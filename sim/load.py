@@ -71,8 +71,8 @@ def measure(
     protected_tokens : int
         A row with less context has only pages that are always read: it counts as dense.
     """
-    if _sums is not None:
-        return StepLoad(n_tokens.shape[0], *_sums(context, n_tokens, samples, theta, kept, protected_tokens))
+    if sums_loop is not None:
+        return StepLoad(n_tokens.shape[0], *sums_loop(context, n_tokens, samples, theta, kept, protected_tokens))
     decode = samples & (n_tokens == 1)
     pruned = decode & (theta > 0) & (context >= protected_tokens)
     c, p = context[pruned].astype(np.float64), kept[pruned]
@@ -99,7 +99,7 @@ def total(values: FloatArray) -> float:
 
 
 @compiled
-def _sums(
+def sums_loop(
     context: IntArray,
     n_tokens: IntArray,
     samples: npt.NDArray[np.bool_],

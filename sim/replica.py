@@ -15,6 +15,7 @@ A replica that makes no progress raises :class:`~entropic_ctl.errors.NoProgressE
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,6 +36,7 @@ from sim.clock import Clock
 from sim.cost import CostModel
 from sim.maker import Maker
 from sim.step import StepModel
+from sim.stretch import Stretch
 from sim.trajectories import Trajectories, load_bank
 
 __all__ = ["MAX_IDLE_PLANS", "MAX_REDONE_POOLS", "Replica", "SimulationResult", "Source", "simulate"]
@@ -130,8 +132,18 @@ class Replica:
     def run(self) -> Iterator[simpy.Event]:
         """The SimPy process; returns when the workload is served."""
         loop, work, clock = self.loop, self.workload, self.clock
+        stretch = Stretch.of(loop, self.model, self.metrics, clock) if self._idle_event is None else None
         while True:
             self._take_in()
+            if stretch is not None and loop.live:
+                upcoming = work.next_s()
+                steps = stretch.run(math.inf if upcoming is None else upcoming)
+                if steps:
+                    self.iterations += steps
+                    self._idle = self._redone = 0
+                    yield self._until(clock.now_s)
+                    self._tell(steps)
+                    continue
             if not (loop.live or loop.backlog):
                 upcoming = work.next_s()
                 if upcoming is None:
@@ -153,8 +165,12 @@ class Replica:
                 self._leave(finish)
             self.iterations += 1
             self._guard(plan, result)
-            if self.progress is not None and self.iterations % _PROGRESS_EVERY == 0:
-                self.progress(self.left, len(work), clock.now_s)
+            self._tell(1)
+
+    def _tell(self, steps: int) -> None:
+        """Report progress when the iterations passed a multiple of ``_PROGRESS_EVERY``."""
+        if self.progress is not None and self.iterations % _PROGRESS_EVERY < steps:
+            self.progress(self.left, len(self.workload), self.clock.now_s)
 
     def _until(self, at_s: float) -> simpy.Event:
         return self.env.timeout(max(0.0, at_s - self.env.now))

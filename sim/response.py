@@ -71,6 +71,11 @@ class Response:
         self.beyond_context = 0
         """Rows so far whose context lay above the last recorded one."""
 
+    @property
+    def columns(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Contexts, budgets, and the table of :func:`bilinear_loop`."""
+        return self._context, self._theta, self._table
+
     def require_rule(self, law: LawSpec, page_tokens: int) -> None:
         """Refuse a pruning rule under which the response was not recorded.
 
@@ -152,7 +157,7 @@ def _bilinear(
 
 
 @compiled
-def _bilinear_loop(
+def bilinear_loop(
     contexts: FloatArray,
     thetas: FloatArray,
     table: FloatArray,
@@ -190,4 +195,4 @@ def _bilinear_loop(
     return out, beyond, inside
 
 
-_look_up = _bilinear_loop or _bilinear
+_look_up = bilinear_loop or _bilinear

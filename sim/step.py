@@ -39,7 +39,7 @@ class StepModel:
     """
 
     def __init__(self, cost: CostModel, trajectories: Trajectories, protected_tokens: int = 0) -> None:
-        self._protected_tokens = protected_tokens
+        self.protected_tokens = protected_tokens
         self.cost, self.trajectories = cost, trajectories
         self.kl_sum, self.decode_tokens = 0.0, 0
         self._last: StepPlan | None = None
@@ -68,7 +68,7 @@ class StepModel:
         samples, ids = plan.samples, self._ids
         kept, mean, worst, nats, shift = self._prune(plan)
         load = measure(
-            plan.context, plan.n_tokens, samples, plan.theta_nats, kept, protected_tokens=self._protected_tokens
+            plan.context, plan.n_tokens, samples, plan.theta_nats, kept, protected_tokens=self.protected_tokens
         )
         charge = self.cost.step(load)
         start_s = clock.now_s

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import importlib.resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -150,7 +151,7 @@ def _hermite_columns(
 
 
 @compiled
-def _hermite_loop(
+def hermite_loop(
     entropy: Table, varentropy: Table, grid: FloatArray, at: IntArray, u: FloatArray
 ) -> tuple[FloatArray, FloatArray, bool]:
     """Twin of :func:`_hermite_columns`."""
@@ -174,7 +175,7 @@ def _hermite_loop(
     return H, V, inside
 
 
-_hermite = _hermite_loop or _hermite_columns
+_hermite = hermite_loop or _hermite_columns
 
 
 class Trajectories:
@@ -212,6 +213,15 @@ class Trajectories:
         self._token = np.zeros(prompt.shape[0], np.int64)
         self.clamped_tokens = 0
         """Tokens so far whose temperature lay outside the recorded sampling temperatures."""
+
+    @property
+    def columns(self) -> tuple[Any, ...]:
+        """Prompt, xi, place and ln T by request; tables of :func:`select_loop`; the bank's entropies and ln grid."""
+        bank = self.bank
+        return (
+            self._prompt, self._xi, self._token, self._u, self._log_recorded, self._table, self._start, self._length,
+            self._may_end, bank.model_entropy, bank.entropy_grid, bank.varentropy_grid, self._log_grid,
+        )  # fmt: skip
 
     @staticmethod
     def count_prompts(bank: Bank) -> int:
@@ -337,7 +347,7 @@ def _select_columns(
 
 
 @compiled
-def _select_loop(
+def select_loop(
     recorded: FloatArray,
     table: IntArray,
     start: IntArray,
@@ -373,7 +383,7 @@ def _select_loop(
     return at, last, clamped
 
 
-_select = _select_loop or _select_columns
+_select = select_loop or _select_columns
 
 
 def _index(bank: Bank) -> tuple[IntArray, FloatArray]:

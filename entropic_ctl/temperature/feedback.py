@@ -41,7 +41,7 @@ class Config(TemperatureConfig):
 
 
 @compiled
-def _linear_step(
+def linear_loop(
     u: FloatArray, entropy: FloatArray, target: float, gain: float, rate: float, low: float, high: float
 ) -> FloatArray:
     """Twin of :meth:`Feedback.update` with linear phi; ``rate`` 0 is no limit."""
@@ -65,6 +65,8 @@ class Feedback:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._low, self._high = math.log(config.t_min), math.log(config.t_max)
+        self.constants = (config.target_nats, config.gain, config.rate_limit, self._low, self._high)
+        """Target, gain, rate limit and the bounds of u: the parameters of the compiled twin."""
 
     def start(self) -> float:
         """Return ln T0 (for a greedy configuration: u = 0 moved inside the clamps; never used)."""
@@ -86,10 +88,8 @@ class Feedback:
             Entropy at the temperature that sampled the accepted token.
         """
         config = self.config
-        if _linear_step is not None and type(u) is np.ndarray and config.phi == "linear":
-            return _linear_step(
-                u, tempered_entropy, config.target_nats, config.gain, config.rate_limit, self._low, self._high
-            )
+        if linear_loop is not None and type(u) is np.ndarray and config.phi == "linear":
+            return linear_loop(u, tempered_entropy, *self.constants)
         xp = namespace(u)
         error = xp.astype(tempered_entropy, u.dtype, copy=False) - config.target_nats
         if config.phi == "tanh":

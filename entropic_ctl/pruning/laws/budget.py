@@ -58,7 +58,7 @@ class Config(PruningConfig):
 
 
 @compiled
-def _step(
+def step_loop(
     theta: FloatArray, timer: IntArray, entropy: FloatArray, narrow: float, wide: float, low: float, high: float, d: int
 ) -> tuple[FloatArray, IntArray]:
     """Twin of :meth:`Budget.update`."""
@@ -78,7 +78,9 @@ class Budget:
     """Element-wise law with state (theta, timer); runs unchanged on NumPy arrays and torch tensors."""
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        self.config = c = config
+        self.constants = (c.theta_nats, c.theta_wide_nats, c.entropy_low_nats, c.entropy_high_nats, c.widen_after)
+        """Narrow and wide budget, entropy band and dwell: the parameters of the compiled twin."""
 
     def start(self) -> tuple[float, int]:
         """Return (narrow, 0): nothing has been observed yet."""
@@ -110,9 +112,8 @@ class Budget:
             Model entropy of the token just accepted, nats.
         """
         c = self.config
-        if _step is not None and type(theta) is np.ndarray:
-            band = c.entropy_low_nats, c.entropy_high_nats
-            return _step(theta, timer, model_entropy, c.theta_nats, c.theta_wide_nats, *band, c.widen_after)
+        if step_loop is not None and type(theta) is np.ndarray:
+            return step_loop(theta, timer, model_entropy, *self.constants)
         xp = namespace(theta)
         want = self.wanted(model_entropy)
         timer = xp.where(want > theta, timer + 1, xp.zeros_like(timer))
