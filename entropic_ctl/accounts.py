@@ -24,6 +24,7 @@ __all__ = [
     "STEP",
     "Account",
     "StepTable",
+    "book_rows",
     "book_step",
     "book_tokens",
 ]
@@ -169,6 +170,39 @@ def book_tokens_loop(
 
 
 book_tokens = book_tokens_loop or _book_tokens_columns
+
+
+def _book_rows_columns(sums: FloatArray, rows: IntArray, step: int, start_s: float, end_s: float) -> None:
+    """Book one service on these rows, and how long each had waited for it.
+
+    Parameters
+    ----------
+    sums : FloatArray, shape (capacity, len(REQUEST))
+        Changed in place.
+    rows : IntArray, shape (R,)
+        Those that run, each once.
+    step : int
+        Iterations before this one.
+    start_s, end_s : float
+    """
+    s = sums[rows]
+    s[:, WAIT_STEPS] = np.maximum(s[:, WAIT_STEPS], step - s[:, LAST_STEP] - 1.0)
+    s[:, WAIT] = np.maximum(s[:, WAIT], start_s - s[:, LAST_END])
+    s[:, LAST_STEP], s[:, LAST_END] = step, end_s
+    sums[rows] = s
+
+
+@compiled
+def book_rows_loop(sums: FloatArray, rows: IntArray, step: int, start_s: float, end_s: float) -> None:
+    """Twin of :func:`_book_rows_columns`."""
+    for i in range(rows.shape[0]):
+        s = sums[rows[i]]
+        s[WAIT_STEPS] = max(s[WAIT_STEPS], step - s[LAST_STEP] - 1.0)
+        s[WAIT] = max(s[WAIT], start_s - s[LAST_END])
+        s[LAST_STEP], s[LAST_END] = step, end_s
+
+
+book_rows = book_rows_loop or _book_rows_columns
 
 
 def _book_step_columns(

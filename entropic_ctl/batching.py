@@ -97,18 +97,52 @@ class Batcher:
         return self._step
 
     @property
-    def calm(self) -> bool:
-        """Whether all live rows ran in the last plan, nobody left since, and nobody can be admitted."""
-        s, last = self.slots, self._last
-        if self._changed or self._open or self._stateful or s.hashes or last is None or (self._backlog and s.room):
-            return False
-        return last.slots is s.live and last.n_rows > 0
+    def plain(self) -> bool:
+        """Whether the next plan may be one of :func:`entropic_ctl.steady.seat_all`."""
+        s = self.slots
+        return 0 < s.live.shape[0] <= self.engine.max_batch and not (s.hashes or self._stateful or self._open)
 
-    def ran(self, steps: int, step_s: float) -> None:
-        """Note iterations that a driver ran on the columns in place, by :func:`entropic_ctl.steady.seat_all`."""
+    @property
+    def newcomers(self) -> IntArray:
+        """Ids that got a slot since the last plan."""
+        return self._admitted
+
+    def ran(self, steps: int, step_s: float, ended: list[Finish], full: list[int]) -> tuple[list[Finish], IntArray]:
+        """Note iterations that a driver ran on the columns in place, by :func:`entropic_ctl.steady.seat_all`.
+
+        Parameters
+        ----------
+        steps : int
+        step_s : float
+            The running mean of step durations after them.
+        ended : list of Finish
+            Whose text ended in the last of them.
+        full : list of int
+            Slots that reached their limit in it.
+
+        Returns
+        -------
+        finished : list of Finish
+        freed : IntArray
+            Slots.
+        """
         self._step += steps
         self.step_s = step_s
-        self._steady = False
+        self._admitted, self._last = _NONE, None
+        self._steady = self._changed = self._drawn = False
+        self._next_event = _NEVER
+        return self._conclude(ended, full)
+
+    def _conclude(self, finished: list[Finish], full: list[int]) -> tuple[list[Finish], IntArray]:
+        """Let those go whom the driver ended, and those at their limit."""
+        s = self.slots
+        gone = {finish.id for finish in finished}
+        capacity = admission.capacity_tokens(self.engine)
+        finished = finished + [limit_finish(s, slot, capacity) for slot in full if int(s.id[slot]) not in gone]
+        freed = [s.slot_of[finish.id] for finish in finished]
+        if freed:
+            self._remove(freed)
+        return finished, np.asarray(freed, np.int64)
 
     def slot_of(self, request_id: int) -> int | None:
         """Return the slot of an admitted request, or None."""
@@ -245,7 +279,7 @@ class Batcher:
     def _seat_all(self, now_s: float, theta: FloatArray) -> StepPlan | None:
         """Plan a step in which every live row has its seat, tokens and pages; None if something has to be decided."""
         s, pages, engine, step = self.slots, self.pages, self.engine, self._step
-        if not 0 < s.live.shape[0] <= engine.max_batch or s.hashes or self._stateful:
+        if not self.plain:
             return None
         limits = step, engine.page_tokens, engine.max_batch_tokens, engine.prefill_chunk
         done, rows = seat_all(
@@ -388,13 +422,9 @@ class Batcher:
             publish_prompts(s, self.pages, plan.slots[here], before[here])
         if not (result.finished or full.shape[0]):
             return Outcome((), token_rows, token_slots, _NONE, distinct)
-        finished = [finish for finish in result.finished if finish.id in s.slot_of]
-        gone = {finish.id for finish in finished}
-        capacity = admission.capacity_tokens(self.engine)
-        finished += [limit_finish(s, slot, capacity) for slot in full.tolist() if int(s.id[slot]) not in gone]
-        freed = [s.slot_of[finish.id] for finish in finished]
-        self._remove(freed)
-        return Outcome(tuple(finished), token_rows, token_slots, np.asarray(freed, np.int64), distinct)
+        ended = [finish for finish in result.finished if finish.id in s.slot_of]
+        finished, freed = self._conclude(ended, full.tolist())
+        return Outcome(tuple(finished), token_rows, token_slots, freed, distinct)
 
     def _accept_some(self, plan: StepPlan, result: StepResult) -> tuple[IntArray, IntArray, IntArray]:
         """Book tokens that are not one for each sampling row: rows of the result, their slots, slots at a limit."""

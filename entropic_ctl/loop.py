@@ -128,9 +128,7 @@ class Loop:
 
     def plan(self, now_s: float) -> StepPlan:
         """Decide the next iteration; a plan without rows means that nothing is in the system."""
-        admitted = self.batcher.admit()
-        if admitted.shape[0]:
-            self.policy.start(admitted)
+        self.admit()
         self._now_s = now_s
         plan = self.batcher.plan(now_s, self._score, self.policy.theta)
         last = self._plan
@@ -140,6 +138,19 @@ class Loop:
         if self._recorder is not None:
             self._recorder.plan(plan)
         return plan
+
+    def admit(self) -> None:
+        """Give waiting requests the free slots, in the order they came; :meth:`plan` does it first thing."""
+        admitted = self.batcher.admit()
+        if admitted.shape[0]:
+            self.policy.start(admitted)
+
+    def ran(self, steps: int, step_s: float, ended: list[Finish], full: list[int]) -> list[Finish]:
+        """Note iterations that a driver ran on the state in place (see ``Batcher.ran``); return who left."""
+        finished, freed = self.batcher.ran(steps, step_s, ended, full)
+        if freed.shape[0]:
+            self.policy.stop(freed)
+        return finished
 
     def _score(self, slots: IntArray) -> FloatArray:
         if not self._reads_view:

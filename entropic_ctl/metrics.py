@@ -35,6 +35,7 @@ from entropic_ctl.accounts import (
     WAIT_STEPS,
     Account,
     StepTable,
+    book_rows,
     book_step,
     book_tokens,
 )
@@ -147,11 +148,6 @@ class Metrics(Collector):
         return self._kept is None
 
     @property
-    def rows(self) -> IntArray:
-        """Rows in :attr:`sums` of those who were served in the last step, in plan order."""
-        return self._rows
-
-    @property
     def sums(self) -> FloatArray:
         """Accounts of the requests; see :data:`entropic_ctl.accounts.REQUEST`."""
         return self._account.sums
@@ -160,11 +156,18 @@ class Metrics(Collector):
         """Return the accounts of at most ``steps`` iterations to come, to be filled in place."""
         return self._steps.reserve_rows(steps)
 
-    def ran(self, steps: int, end_s: float) -> None:
-        """Note iterations of the same rows whose accounts a driver booked in place."""
+    @property
+    def steps(self) -> int:
+        """Iterations so far."""
+        return self._n_steps
+
+    def ran(self, steps: int, end_s: float, finished: Iterable[Finish]) -> None:
+        """Note iterations whose accounts a driver booked in place, and who left in the last of them."""
         self._steps.n += steps
         self._n_steps += steps
         self._end_s = end_s
+        for finish in finished:
+            self._leave(finish, end_s)
 
     @property
     def live(self) -> int:
@@ -215,7 +218,6 @@ class Metrics(Collector):
         if now_s is None:
             arrival = float(self._facts["arrival_s"][row])
             now_s = arrival if finish.reason is FinishReason.REJECTED else max(arrival, self._end_s)
-        self._close_seats()
         self._leave(finish, now_s)
 
     def cancelled(self, request_id: int, now_s: float) -> None:
@@ -238,9 +240,11 @@ class Metrics(Collector):
             If the step names a request that is not live, or a token of a request that did not run.
         """
         if plan.admitted.shape[0]:
-            self._admit(plan.admitted, result.start_s)
+            self.admitted(plan.admitted, result.start_s)
+        rows = self._rows
         if plan.ids is not self._ids:  # a repeated plan shares its row columns
-            self._take_seats(plan, result.start_s)
+            rows = self.rows_of(plan.ids, plan.slots)
+        book_rows(self._account.sums, rows, self._n_steps, result.start_s, result.end_s)
         if plan.preempted.shape[0]:
             for request_id in plan.preempted.tolist():
                 self._facts["preemptions"][self._row(request_id)] += 1
@@ -251,7 +255,6 @@ class Metrics(Collector):
         self._end_s = result.end_s
         if plan.rejected or finished:
             leaving = {finish.id: finish for finish in (*plan.rejected, *finished)}
-            self._close_seats()
             for finish in leaving.values():
                 self._leave(finish, result.end_s)
 
@@ -326,38 +329,34 @@ class Metrics(Collector):
                 allowed="ids that were submitted and have not left",
             ) from None
 
-    def _admit(self, ids: IntArray, start_s: float) -> None:
-        """Close the account of the wait for a slot; waits for service count from here."""
+    def admitted(self, ids: IntArray, start_s: float) -> None:
+        """Requests got a slot: close the account of the wait for it; waits for service count from here."""
         rows = np.array([self._row(request_id) for request_id in ids.tolist()])
         facts, sums = self._facts, self._account.sums
         facts["admission_wait_s"][rows] = np.maximum(start_s - facts["arrival_s"][rows], 0.0)
         sums[rows, LAST_STEP], sums[rows, LAST_END] = self._n_steps - 1, start_s
 
-    def _take_seats(self, plan: StepPlan, start_s: float) -> None:
-        """Note who runs from now on, and how long they had waited."""
-        self._close_seats()
-        if plan.ids.shape[0] == 0:
-            return
-        if self._facts.n == 0:
-            self._row(int(plan.ids[0]))
-        top = int(plan.slots.max())
-        if top >= self._row_of_slot.shape[0]:
-            self._row_of_slot = np.concatenate([self._row_of_slot, np.full(top + 1, -1, np.int64)])
-        rows = self._row_of_slot[plan.slots]
-        unknown = (rows < 0) | (self._facts["id"][rows] != plan.ids)
-        for i in np.flatnonzero(unknown | (self._facts["status"][rows] != 0)).tolist():
-            rows[i] = self._row_of_slot[plan.slots[i]] = self._row(int(plan.ids[i]))
-        sums = self._account.sums
-        sums[rows, WAIT_STEPS] = np.maximum(sums[rows, WAIT_STEPS], self._n_steps - sums[rows, LAST_STEP] - 1)
-        sums[rows, WAIT] = np.maximum(sums[rows, WAIT], start_s - sums[rows, LAST_END])
-        self._ids, self._rows = plan.ids, rows
+    def rows_of(self, ids: IntArray, slots: IntArray) -> IntArray:
+        """Return the rows in :attr:`sums` of live requests, given the slots they are in.
 
-    def _close_seats(self) -> None:
-        """Write down when those served in the last step were served last, and forget the seating."""
-        if self._rows.shape[0]:
-            sums = self._account.sums
-            sums[self._rows, LAST_STEP], sums[self._rows, LAST_END] = self._n_steps - 1, self._end_s
-            self._ids = self._rows = self._token_ids = _NOBODY
+        Raises
+        ------
+        BadInputError
+            If one of them is not live.
+        """
+        if ids.shape[0] and self._facts.n:
+            top = int(slots.max())
+            if top >= self._row_of_slot.shape[0]:
+                self._row_of_slot = np.concatenate([self._row_of_slot, np.full(top + 1, -1, np.int64)])
+            rows = self._row_of_slot[slots]
+            strange = (rows < 0) | (self._facts["id"][rows] != ids) | (self._facts["status"][rows] != 0)
+            if np.count_nonzero(strange):
+                for i in np.flatnonzero(strange).tolist():
+                    rows[i] = self._row_of_slot[slots[i]] = self._row(int(ids[i]))
+        else:
+            rows = np.array([self._row(request_id) for request_id in ids.tolist()], np.int64)
+        self._ids, self._rows, self._token_ids = ids, rows, _NOBODY
+        return rows
 
     def _take_tokens(self, plan: StepPlan, result: StepResult) -> None:
         ids, distinct = result.token_ids, True
@@ -411,6 +410,7 @@ class Metrics(Collector):
 
     def _leave(self, finish: Finish, now_s: float) -> None:
         row = self._row(finish.id)
+        self._ids = self._token_ids = _NOBODY
         del self._row_of_id[finish.id]
         self._facts["status"][row] = REASONS.index(finish.reason)
         self._facts["left_s"][row] = now_s

@@ -135,13 +135,15 @@ class Replica:
         stretch = Stretch.of(loop, self.model, self.metrics, clock) if self._idle_event is None else None
         while True:
             self._take_in()
-            if stretch is not None and loop.live:
+            if stretch is not None and (loop.live or loop.backlog):
                 upcoming = work.next_s()
-                steps = stretch.run(math.inf if upcoming is None else upcoming)
+                steps, finished = stretch.run(math.inf if upcoming is None else upcoming)
                 if steps:
+                    yield self._until(clock.now_s)
+                    for finish in finished:
+                        self._leave(finish)
                     self.iterations += steps
                     self._idle = self._redone = 0
-                    yield self._until(clock.now_s)
                     self._tell(steps)
                     continue
             if not (loop.live or loop.backlog):

@@ -24,7 +24,7 @@ from entropic_ctl.errors import BadInputError
 from entropic_ctl.loop import Loop
 from entropic_ctl.metrics import Metrics
 from entropic_ctl.pruning.laws import budget, off
-from entropic_ctl.signals import FloatArray, IntArray
+from entropic_ctl.signals import Finish, FinishReason, FloatArray, IntArray
 from entropic_ctl.temperature import feedback, fixed
 from sim import load as loads
 from sim import response, trajectories
@@ -131,18 +131,6 @@ class _State(NamedTuple):
     longest_gap_s: float
 
 
-def _is_special(live: IntArray, chunk: int, s: _Slots) -> bool:
-    """Return whether a row is greedy, or reaches its limit with the coming step."""
-    for i in range(live.shape[0]):
-        slot = live[i]
-        if s.greedy[slot] or (s.known[slot] - s.cached[slot] <= chunk and s.known[slot] + 1 >= s.stop_at[slot]):
-            return True
-    return False
-
-
-_is_special_loop = compiled(_is_special)
-
-
 def _run(
     live: IntArray,
     rows: IntArray,
@@ -158,7 +146,8 @@ def _run(
     sums: FloatArray,
     gaps: IntArray,
     table: FloatArray,
-) -> tuple[int, int, _State]:
+    booked: int,
+) -> tuple[int, int, _State, IntArray, Bools]:
     """Run iterations until ``until_s``, until something else has to happen, or until ``table`` is full.
 
     Parameters
@@ -175,6 +164,8 @@ def _run(
         See the classes; arrays are changed in place.
     sums, gaps, table
         Accounts of the requests, histogram of gaps, accounts of the iterations to come.
+    booked : int
+        Iterations in the accounts so far.
 
     Returns
     -------
@@ -182,6 +173,10 @@ def _run(
     why : int
         0, or what went wrong.
     state : _State
+    ended : IntArray
+        Slots of the rows that ended with the last iteration.
+    by_text : bool array
+        Whether the recorded text ended, not (only) the limit was reached.
     """
     count, page = live.shape[0], limits.page
     step, free, now_s, sum_s, low_s, step_s, kl_sum, decoded, clamped, beyond = state[:10]
@@ -189,11 +184,17 @@ def _run(
     waits = (s.last_run, s.protected_until, s.owed)
     pool = s.stack.shape[0] - used_by_nobody
     done, why = 0, _PLANNED
-    token_rows = np.empty(count, np.int64)
-    while done < table.shape[0] and now_s < until_s:
-        if _is_special_loop(live, limits.chunk, s):
-            break
-        # who samples, and what it reads: looked up first, because the end of a text is not for this loop
+    token_rows, ended, by_text, ends = (
+        np.empty(count, np.int64),
+        np.empty(count, np.int64),
+        np.empty(count, np.bool_),
+        0,
+    )
+    for i in range(count):
+        if s.greedy[live[i]]:
+            until_s = now_s
+    while done < table.shape[0] and now_s < until_s and ends == 0:
+        # who samples, and what it reads
         n = 0
         for i in range(count):
             if s.known[live[i]] - s.cached[live[i]] <= limits.chunk:
@@ -204,8 +205,6 @@ def _run(
         at, last, off_recorded = trajectories.select_loop(
             w.recorded, w.choices, w.start, w.length, w.ends, w.prompt[ids], w.xi[ids], w.token[ids], w.u[ids]
         )
-        if last.any():
-            break
         ok, plan = steady.seat_all_loop(
             live, (step, page, limits.budget, limits.chunk, limits.wait), s.ids, s.prompt, s.known, s.cached, s.greedy,
             waits, s.held, s.table, s.stack, free, s.refs, laws.theta,
@@ -277,6 +276,10 @@ def _run(
             if plan.samples[i]:
                 s.known[slot] += 1
                 s.owed[slot] = False
+        for i in range(n):
+            if last[i] or s.known[sampling[i]] >= s.stop_at[sampling[i]]:
+                ended[ends], by_text[ends] = sampling[i], last[i]
+                ends += 1
         step_s += (0.2 if step_s != 0.0 else 1.0) * (now_s - start_s - step_s)
         if n > 0:
             if laws.micro == _FEEDBACK:
@@ -289,6 +292,7 @@ def _run(
                 sums, gaps, rows[token_rows[:n]], now_s, model, tempered, limits.target, limits.clock_weight
             )
             longest = max(longest, gap)
+        accounts.book_rows_loop(sums, rows, booked + done, start_s, now_s)
         duration, used = now_s - start_s, float(pool - free)
         flops, kv_bytes = flops + more_flops, kv_bytes + more_bytes
         busy_s, energy_j = busy_s + duration, energy_j + joules
@@ -304,7 +308,7 @@ def _run(
         step, free, now_s, sum_s, low_s, step_s, kl_sum, decoded, clamped, beyond, flops, kv_bytes, busy_s, energy_j,
         longest,
     )  # fmt: skip
-    return done, why, after
+    return done, why, after, ended[:ends], by_text[:ends]
 
 
 _run_loop = compiled(_run)
@@ -323,6 +327,7 @@ class Stretch:
 
     def __init__(self, loop: Loop, model: StepModel, metrics: Metrics, clock: Clock) -> None:
         self._loop, self._model, self._metrics, self._clock = loop, model, metrics, clock
+        self._live = self._rows = np.empty(0, np.int64)  # the last live set, and the rows of its accounts
         batcher, rules, places = loop.batcher, loop.policy, model.trajectories
         t, pages, engine = batcher.slots, batcher.pages, batcher.engine
         held, table, stack, _, refs = pages.columns
@@ -365,28 +370,42 @@ class Stretch:
         )
         return Stretch(loop, model, collector, clock) if known and isinstance(collector, Metrics) else None
 
-    def run(self, until_s: float) -> int:
-        """Run iterations that start before ``until_s``; return how many (0: the next one is not plain).
+    def run(self, until_s: float) -> tuple[int, list[Finish]]:
+        """Run iterations that start before ``until_s``, up to the first in which somebody leaves.
+
+        Returns
+        -------
+        steps : int
+            0: the next iteration is not plain, nothing was done.
+        finished : list of Finish
+            Who left with the last of them.
 
         Raises
         ------
         BadInputError
             If a temperature or a budget leaves the recorded range.
         """
-        batcher, metrics, clock, model = self._loop.batcher, self._metrics, self._clock, self._model
-        if not batcher.calm or _run_loop is None:
-            return 0
+        loop, metrics, clock, model = self._loop, self._metrics, self._clock, self._model
+        batcher, places = loop.batcher, model.trajectories
+        loop.admit()
+        if not batcher.plain or _run_loop is None:
+            return 0, []
+        if batcher.newcomers.shape[0]:
+            metrics.admitted(batcher.newcomers, clock.now_s)
+        slots = batcher.slots
+        if slots.live is not self._live:
+            self._live, self._rows = slots.live, metrics.rows_of(slots.id[slots.live], slots.live)
         table, ledger, pool = metrics.reserve_steps(_LONGEST), metrics.ledger, batcher.pages.pool
         _, free, _ = pool.columns
-        places = model.trajectories
         before = _State(
             batcher.step, free, clock.now_s, *clock.parts, batcher.step_s, model.kl_sum, model.decode_tokens,
             places.clamped_tokens, places.response.beyond_context, ledger.flops, ledger.kv_bytes, ledger.seconds,
             ledger.joules, metrics.gaps.maximum_s,
         )  # fmt: skip
-        steps, why, after = _run_loop(
-            batcher.slots.live, metrics.rows, until_s, pool.remembered_pages, metrics.live, self._slots, self._laws,
+        steps, why, after, ended, by_text = _run_loop(
+            slots.live, self._rows, until_s, pool.remembered_pages, metrics.live, self._slots, self._laws,
             self._world, model.cost.constants, self._limits, before, metrics.sums, metrics.gaps.counts, table,
+            metrics.steps,
         )  # fmt: skip
         if why != _PLANNED:
             raise BadInputError(
@@ -398,13 +417,19 @@ class Stretch:
                 remedy="narrow the law's clamps, or record a wider bank",
             )
         if steps == 0:
-            return 0
-        batcher.ran(steps, after.step_s)
+            return 0, []
         pool.took(free - after.free)
         clock.set(after.now_s, after.sum_s, after.low_s)
         model.kl_sum, model.decode_tokens = after.kl_sum, after.decoded
         places.clamped_tokens, places.response.beyond_context = after.clamped, after.beyond
         ledger.flops, ledger.kv_bytes, ledger.seconds = after.flops, after.kv_bytes, after.busy_s
         ledger.joules, metrics.gaps.maximum_s = after.energy_j, after.longest_gap_s
-        metrics.ran(steps, after.now_s)
-        return steps
+        finished: list[Finish] = []
+        if ended.shape[0]:
+            texts = [Finish(int(slots.id[slot]), FinishReason.EOS) for slot in ended[by_text].tolist()]
+            full = ended[slots.known[ended] >= slots.stop_at[ended]].tolist()
+            finished = loop.ran(steps, after.step_s, texts, full)
+        else:
+            loop.ran(steps, after.step_s, [], [])
+        metrics.ran(steps, after.now_s, finished)
+        return steps, finished
