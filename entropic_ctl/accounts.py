@@ -272,6 +272,8 @@ class Account:
     Parameters
     ----------
     names : sequence of str
+    capacity : int
+        Rows reserved at first.
 
     Attributes
     ----------
@@ -281,10 +283,10 @@ class Account:
         Replaced when it grows.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], capacity: int = 256) -> None:
         self._names = tuple(names)
         self.n = 0
-        self.sums: FloatArray = np.zeros((256, len(self._names)))
+        self.sums: FloatArray = np.zeros((capacity, len(self._names)))
 
     def reserve(self, rows: int) -> None:
         """Make room for ``rows`` more rows."""
@@ -312,22 +314,19 @@ class StepTable(Account):
     """
 
     def __init__(self, max_steps: int) -> None:
-        super().__init__(STEP)
+        super().__init__(STEP, max_steps)  # memory is taken as rows are touched
         self._max_steps = max_steps
 
     def next_row(self) -> FloatArray:
         """Return the account of the next iteration, to be filled."""
         if self.n >= self._max_steps:
             self._merge()
-        self.reserve(1)
         self.n += 1
         return self.sums[self.n - 1]
 
     def reserve_rows(self, rows: int) -> FloatArray:
         """Return the next rows, at most ``rows`` and none past ``max_steps``; count those filled in :attr:`n`."""
-        count = min(rows, self._max_steps - self.n)
-        self.reserve(count)
-        return self.sums[self.n : self.n + count]
+        return self.sums[self.n : min(self.n + rows, self._max_steps)]
 
     def _merge(self) -> None:
         even = self.n - self.n % 2
@@ -346,5 +345,5 @@ class StepTable(Account):
         self.n = even // 2 + self.n % 2
 
     def table(self) -> dict[str, npt.NDArray[Any]]:
-        """Return a copy of every column."""
-        return {name: self[name].astype(np.int64 if name in _COUNTS else np.float64) for name in STEP}
+        """Return every column; those of floats are views."""
+        return {name: self[name].astype(np.int64) if name in _COUNTS else self[name] for name in STEP}

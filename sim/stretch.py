@@ -356,19 +356,17 @@ class Stretch:
     @staticmethod
     def of(loop: Loop, model: StepModel, collector: Collector, clock: Clock) -> Stretch | None:
         """Return the stretches of a replica, or None where it has to take single steps."""
+        if not (ENABLED and type(loop) is Loop and type(collector) is Metrics and collector.plain and loop.plain):
+            return None
         rules, micro = loop.policy, loop.policy.temperature
         known = (
-            ENABLED
-            and type(collector) is Metrics
-            and collector.plain
-            and loop.plain
-            and isinstance(model.cost, Roofline)
+            isinstance(model.cost, Roofline)
             and rules.observation_lag == 0
             and not rules.always_greedy
             and (type(micro) is fixed.Fixed or (type(micro) is feedback.Feedback and micro.config.phi == "linear"))
             and type(rules.pruning) in (off.Off, budget.Budget)
         )
-        return Stretch(loop, model, collector, clock) if known and isinstance(collector, Metrics) else None
+        return Stretch(loop, model, collector, clock) if known else None
 
     def run(self, until_s: float) -> tuple[int, list[Finish]]:
         """Run iterations that start before ``until_s``, up to the first in which somebody leaves.
