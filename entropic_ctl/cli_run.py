@@ -19,6 +19,7 @@ from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import BadInputError
 
 __all__ = [
+    "bank_vocabulary",
     "bench_certificate",
     "bench_engine",
     "bench_sim",
@@ -170,7 +171,8 @@ def say(message: str) -> None:
     console(stderr=True, soft_wrap=True).print(message)
 
 
-def _bank_vocabulary(config: RunConfig) -> int:
+def bank_vocabulary(config: RunConfig) -> int:
+    """Return the vocabulary size of the entropy bank a config names."""
     bank = need("sim.trajectories", "sim").load_bank(config.cost.bank)
     return int(bank.meta["vocab_size"])
 
@@ -226,7 +228,7 @@ def simulate(
     cli_output.check_file(
         json_file, "--json", out, config_file, trace, certificate, config.cost.bank, config.workload.trace
     )
-    verdict = certify(config, _bank_vocabulary(config), certificate, uncertified=uncertified)
+    verdict = certify(config, bank_vocabulary(config), certificate, uncertified=uncertified)
     replica = need("sim.replica", "sim")
 
     def run(report: Any) -> Any:
@@ -294,7 +296,7 @@ def prove(config_file: Path, *, out: Path, vocab: int | None, json_file: Path | 
     config = load_config(config_file)
     cli_output.check_file(out, "--out", config_file, config.cost.bank)
     cli_output.check_file(json_file, "--json", out, config_file, config.cost.bank)
-    vocab = vocab if vocab is not None else _bank_vocabulary(config)
+    vocab = vocab if vocab is not None else bank_vocabulary(config)
     certificate = need("proofs.search", "proofs").prove(config, vocab)
     need("entropic_ctl.results", "sim").write_json(out, certificate)
     verdict = need("proofs.check", "proofs").check(certificates.read_certificate(out), config, vocab)

@@ -1,4 +1,4 @@
-"""Write a run as the TOML file that :func:`entropic_ctl.config.load` reads back unchanged, every default spelled out."""
+"""Write a run as TOML, every default spelled out; :func:`entropic_ctl.config.load` reads back the same run."""
 
 from __future__ import annotations
 

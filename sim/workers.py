@@ -169,7 +169,8 @@ class Processes:
         RuntimeError
             If the function raised; the worker's traceback is in the message.
         """
-        source, running = iter(tasks), dict[Connection, Any]()
+        source = iter(tasks)
+        running: dict[Connection, Any] = {}
         waiting = True
         while waiting or running:
             while waiting and len(running) < self._workers:
@@ -261,22 +262,19 @@ class Cluster:
         """Yield (task, result or Crash) in the order of completion; an exception of the function is raised."""
         import distributed
 
-        known = {}
+        task_of = {}
+        futures = []
         for task in tasks:
-            future = self._client.submit(self._function, task, pure=False)
-            known[future.key] = task
-            known[future.key, "future"] = future
-        futures = [value for key, value in known.items() if isinstance(key, tuple)]
+            futures.append(self._client.submit(self._function, task, pure=False))
+            task_of[futures[-1].key] = task
         for future in distributed.as_completed(futures):
-            task = known[future.key]
             error = future.exception()
             if isinstance(error, distributed.KilledWorker):
-                yield task, Crash("its Dask workers died")
+                yield task_of[future.key], Crash("its Dask workers died")
             elif error is not None:
                 raise error
             else:
-                yield task, future.result()
-            known.pop((future.key, "future")).release()
+                yield task_of[future.key], future.result()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if self._client is not None:

@@ -1,0 +1,129 @@
+"""Commands that run many simulations: sweep, tune, capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from entropic_ctl.cli_options import Config, Json, Seed, Uncertified
+
+__all__ = ["register"]
+
+Workers = Annotated[
+    int | None, typer.Option("--workers", min=1, help="Worker processes, one thread each; all cores if absent.")
+]
+Dask = Annotated[
+    str | None,
+    typer.Option("--dask", metavar="ADDRESS", help="Run on a Dask cluster: tcp://HOST:PORT, or local to start one."),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with a folder that an earlier call began.")]
+Folder = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder that grows; safe to kill at any time.")]
+
+
+def _certifier(vocab_of: Callable[[Any], int]) -> Callable[[Any], Any]:
+    """Return a function from a configuration to the verdict it runs under, each proved once."""
+    from entropic_ctl import cli_run
+    from entropic_ctl.certificates import micro_digest
+
+    known: dict[str, Any] = {}
+
+    def certify(config: Any) -> Any:
+        vocab = vocab_of(config)
+        key = micro_digest(config.loop.temperature, config.engine.observation_lag, vocab)
+        if key not in known:
+            known[key] = cli_run.certify(config, vocab, None, uncertified=False)
+        return known[key]
+
+    return certify
+
+
+def _vocabularies() -> Callable[[Any], int]:
+    """Return a function from a configuration to the vocabulary of its bank, each bank read once."""
+    from entropic_ctl import cli_run
+
+    known: dict[str, int] = {}
+
+    def vocab_of(config: Any) -> int:
+        if config.cost.bank not in known:
+            known[config.cost.bank] = cli_run.bank_vocabulary(config)
+        return known[config.cost.bank]
+
+    return vocab_of
+
+
+def _pool(workers: int | None, dask: str | None) -> Any:
+    from entropic_ctl import cli_run
+
+    pools = cli_run.need("sim.workers", "sim")
+    run = cli_run.need("sim.runs", "sim").run
+    return pools.make(run, workers=workers if workers is not None else pools.cores(), dask=dask)
+
+
+def sweep(
+    config: Config,
+    out: Folder,
+    *,
+    grid: Annotated[
+        list[str] | None, typer.Option("--grid", metavar="KEY=V1,V2,...", help="Values of one field; repeatable.")
+    ] = None,
+    sobol: Annotated[
+        list[str] | None,
+        typer.Option("--sobol", metavar="KEY=LO:HI[:log]", help="Range of one field, filled evenly; repeatable."),
+    ] = None,
+    points: Annotated[int, typer.Option("--points", min=1, help="Sobol points in each cell of the grid.")] = 16,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs per point, on seeds all points share.")] = 1,
+    workers: Workers = None,
+    dask: Dask = None,
+    resume: Resume = False,
+    uncertified: Uncertified = False,
+    seed: Seed = None,
+    json_file: Json = None,
+) -> None:
+    """Simulate many variants of a config and tabulate them.
+
+    Fields are named as in the TOML file (`workload.rate_per_s`, `loop.scheduling.policy`). Every finished run is on disk
+    at once; `--resume` goes on after a crash, a kill or Ctrl-C, and refuses changed settings. Exit 1 if a point could not
+    run (an uncertified gain, say); the others are in the tables.
+
+    Example: `entropic sweep run.toml --grid loop.scheduling.policy=fcfs,entropic --sobol workload.rate_per_s=0.2:2:log
+    --points 8 --repeats 4 --out out/sweep`
+    """
+    from entropic_ctl import cli_live, cli_output, cli_run
+
+    cli_output.check_file(json_file, "--json", out, config)
+    run = cli_run.with_overrides(cli_run.load_config(config), seed=seed)
+    space, sweeps = cli_run.need("sim.space", "sim"), cli_run.need("sim.sweep", "sim")
+    dimensions = [
+        *(space.parse_choice(text) for text in grid or ()),
+        *(space.parse_range(text) for text in sobol or ()),
+    ]
+    with cli_run.placed(config), cli_live.progress("sweep") as report:
+        found = sweeps.sweep(
+            run,
+            dimensions,
+            out,
+            _pool(workers, dask),
+            count=points,
+            repeats=repeats,
+            certify=_certifier(_vocabularies()),
+            uncertified=uncertified,
+            resume=resume,
+            report=report,
+        )
+    runs, failed = len(found.results["point"]), found.failed
+    numbers = {"runs": runs, "points": runs // repeats, "points_failed": len(failed), "failed": failed}
+    cli_run.write_json(json_file, numbers, run)
+    for number, error in list(failed.items())[:5]:
+        cli_run.say(f"point {number} failed: {error}")
+    if len(failed) > 5:
+        cli_run.say(f"... and {len(failed) - 5} more: see the column error")
+    cli_run.say(f"{runs:,} runs of {runs // repeats:,} points in {out / 'results.parquet'}, means in points.parquet")
+    raise typer.Exit(1 if failed else 0)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command()(sweep)
