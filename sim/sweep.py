@@ -10,7 +10,7 @@ time of day, so an interrupted and resumed sweep gives the same bytes as an unin
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,22 +20,19 @@ import numpy as np
 from entropic_ctl import results
 from entropic_ctl.config import RunConfig
 from entropic_ctl.config_edit import with_fields
-from entropic_ctl.errors import BadInputError, EntropicError
+from entropic_ctl.errors import BadInputError
 from sim import runs
-from sim.campaign import Campaign, definition, open_folder
+from sim.campaign import definition, open_folder
+from sim.carry_out import carry_out
 from sim.runs import Certify, Point
 from sim.space import Choice, Dimension, points
 from sim.streams import repeat_seeds
-from sim.workers import Crash, Pool
+from sim.workers import Pool
 
-__all__ = ["CrashedError", "Sweep", "carry_out", "plan", "remaining", "sweep"]
+__all__ = ["Sweep", "plan", "remaining", "sweep"]
 
 Report = Callable[[str, float], None]
 """(what is being done, share of the whole)."""
-
-
-class CrashedError(EntropicError):
-    """A worker process died over a run; what was finished is in the journal, and ``--resume`` tries the rest again."""
 
 
 @dataclass(frozen=True)
@@ -97,72 +94,6 @@ def remaining(seconds: float) -> str:
     minutes, second = divmod(round(max(0.0, seconds)), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minutes}:{second:02d}"
-
-
-def carry_out(
-    campaign: Campaign,
-    wanted: Iterable[tuple[Point, int]],
-    pool: Pool,
-    *,
-    certify: Certify | None = None,
-    uncertified: bool = False,
-    bank: Any = None,
-    done: Callable[[int], None] | None = None,
-) -> None:
-    """Run what the journal lacks and append each record as it comes.
-
-    Parameters
-    ----------
-    campaign : Campaign
-    wanted : iterable of (Point, int)
-        Points and repeats.
-    pool : Pool
-        Started; its function is :func:`sim.runs.run`.
-    certify, uncertified, bank
-        As in :func:`sim.runs.prepare`.
-    done : callable, optional
-        Told the number of runs in the journal after each.
-
-    Raises
-    ------
-    CrashedError
-        After all others are done, if a worker died over a run.
-    """
-    journal, settings = campaign.journal, dict[tuple[int, int], Mapping[str, Any]]()
-
-    def note(key: tuple[int, int], outcome: Mapping[str, Any]) -> None:
-        journal.append({"id": key[0], "repeat": key[1], "set": results.plain(settings[key]), **outcome})
-        if done is not None:
-            done(len(journal.records))
-
-    def tasks() -> Iterator[runs.Task]:
-        for point, repeat in wanted:
-            key = point.id, repeat
-            if key in journal.records:
-                continue
-            settings[key] = point.settings
-            try:
-                if point.config is None:
-                    raise point.error or BadInputError("not a configuration")
-                task = runs.prepare(point.config, *key, certify=certify, uncertified=uncertified, bank=bank)
-            except EntropicError as error:
-                note(key, runs.failure(error))
-            else:
-                yield task
-
-    crashes = []
-    for task, outcome in pool.each(tasks()):
-        key = task.id, task.repeat
-        if isinstance(outcome, Crash):
-            shown = ", ".join(f"{name} = {value}" for name, value in settings[key].items())
-            crashes.append(f"point {key[0]} ({shown}), repeat {key[1]}: {outcome.how}")
-        else:
-            note(key, outcome)
-    if crashes:
-        raise CrashedError(
-            f"{len(crashes)} runs killed their worker process: {'; '.join(crashes[:3])}; what was finished is kept in "
-            f"{campaign.out}; give it more memory or fewer workers and pass --resume"
-        )
 
 
 def _eta(report: Report | None, total: int, already: int) -> Callable[[int], None]:
@@ -263,7 +194,7 @@ def sweep(
         if already < total:
             with pool:
                 carry_out(
-                    campaign,
+                    campaign.journal,
                     ((point, repeat) for point in planned for repeat in range(repeats)),
                     pool,
                     certify=certify,
