@@ -84,9 +84,9 @@ def sweep(
 ) -> None:
     """Simulate many variants of a config and tabulate them.
 
-    Fields are named as in the TOML file (`workload.rate_per_s`, `loop.scheduling.policy`). Every finished run is on disk
-    at once; `--resume` goes on after a crash, a kill or Ctrl-C, and refuses changed settings. Exit 1 if a point could not
-    run (an uncertified gain, say); the others are in the tables.
+    Fields are named as in the TOML file (`workload.rate_per_s`, `loop.scheduling.policy`). Every finished run is on
+    disk at once; `--resume` goes on after a crash, a kill or Ctrl-C, and refuses changed settings. Exit 1 if a point
+    could not run (an uncertified gain, say); the others are in the tables.
 
     Example: `entropic sweep run.toml --grid loop.scheduling.policy=fcfs,entropic --sobol workload.rate_per_s=0.2:2:log
     --points 8 --repeats 4 --out out/sweep`
@@ -124,6 +124,102 @@ def sweep(
     raise typer.Exit(1 if failed else 0)
 
 
+def tune(
+    config: Config,
+    out: Folder,
+    *,
+    trials: Annotated[int, typer.Option("--trials", min=1, help="Configurations to try, the given one included.")] = 40,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs per trial, on seeds all trials share.")] = 4,
+    objectives: Annotated[
+        str, typer.Option("--objectives", metavar="NAMES", help="Costs to minimise, separated by commas.")
+    ] = "latency,throughput,tau_per_second,quality",
+    weight: Annotated[
+        list[str] | None,
+        typer.Option("--weight", metavar="NAME=W", help="Weight of a cost in the choice, 1 if absent; repeatable."),
+    ] = None,
+    joint: Annotated[
+        bool, typer.Option("--joint/--law-by-law", help="All laws at once, or one after the other.")
+    ] = True,
+    law: Annotated[
+        list[str] | None,
+        typer.Option("--law", metavar="TABLE", help="Tune temperature, pruning or scheduling only; repeatable."),
+    ] = None,
+    ranges: Annotated[
+        list[str] | None,
+        typer.Option("--range", metavar="KEY=LO:HI[:log]", help="Range of a field, added or in place of its own."),
+    ] = None,
+    choices: Annotated[
+        list[str] | None,
+        typer.Option("--choice", metavar="KEY=V1,V2,...", help="Values of a field, added or in place of its own."),
+    ] = None,
+    sampler: Annotated[str, typer.Option("--sampler", metavar="NAME", help="tpe or nsga2.")] = "tpe",
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Trials proposed at once.")] = 2,
+    workers: Workers = None,
+    dask: Dask = None,
+    resume: Resume = False,
+    seed: Seed = None,
+    json_file: Json = None,
+) -> None:
+    """Search laws and gains in simulation, inside the certified gains only, and write the tuned config.
+
+    Costs are relative to the given config on the same seeds. Writes `tuned.toml` (lowest weighted sum of costs), one
+    config per point of the Pareto set, `trials.parquet`, `pareto.json` and `pareto.png`; the choice is then judged on
+    fresh seeds. `--resume` goes on after a kill.
+
+    Example: `entropic tune run.toml --trials 40 --out out/tune`, then `entropic prove out/tune/tuned.toml --out cert.json`
+    """
+    from entropic_ctl import cli_live, cli_output, cli_run
+
+    cli_output.check_file(json_file, "--json", out, config)
+    run = cli_run.with_overrides(cli_run.load_config(config), seed=seed)
+    session = cli_run.need("sim.tune_session", "sweep")
+    vocab_of, theta_top = (
+        _vocabularies(),
+        float(cli_run.need("sim.trajectories", "sim").load_bank(run.cost.bank).theta[-1]),
+    )
+    certify = _certifier(vocab_of)
+    verdict = certify(run)
+    options = session.Options(
+        trials=trials,
+        repeats=repeats,
+        objectives=tuple(name.strip() for name in objectives.split(",")),
+        weights=dict(_weight(text) for text in weight or ()),
+        joint=joint,
+        laws=tuple(law or session.ALL_LAWS),
+        ranges=tuple(ranges or ()),
+        choices=tuple(choices or ()),
+        sampler=sampler,
+        batch=batch,
+    )
+    with cli_run.placed(config), cli_live.progress("tune") as report:
+        outcome = session.tune(
+            run,
+            options,
+            out,
+            _pool(workers, dask),
+            gain_limit=verdict.limit if verdict is not None else float("nan"),
+            theta_top=theta_top,
+            certify=certify,
+            resume=resume,
+            report=report,
+        )
+    cli_run.need("figures.pareto", "figures").draw(out / "trials.parquet", out / "pareto.png")
+    cli_run.write_json(json_file, outcome.numbers, run)
+    cli_run.show("tuned, against the config as given (cost, 95% interval; 0.01 is about 1%)", outcome.lines)
+    cli_run.say(f"{outcome.verdict}; config: {out / 'tuned.toml'}; picture: {out / 'pareto.png'}")
+
+
+def _weight(text: str) -> tuple[str, float]:
+    from entropic_ctl.errors import BadInputError
+
+    name, _, value = text.partition("=")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise BadInputError("not a weight", where="--weight", value=text, allowed="NAME=NUMBER") from None
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command()(sweep)
+    app.command()(tune)

@@ -98,8 +98,14 @@ class Range:
 Dimension = Range | Choice
 
 
-def parse_choice(text: str) -> Choice:
+def parse_choice(text: str, option: str = "--grid") -> Choice:
     """Read ``table.key=v1,v2,...``.
+
+    Parameters
+    ----------
+    text : str
+    option : str
+        What an error names.
 
     Raises
     ------
@@ -108,8 +114,8 @@ def parse_choice(text: str) -> Choice:
     """
     field, equals, values = text.partition("=")
     if not equals or not field.strip() or not values.strip():
-        raise BadInputError("not a grid", where="--grid", value=text, allowed="table.key=v1,v2,...")
-    config_edit.kind(field.strip(), where="--grid")
+        raise BadInputError("not a list of values", where=option, value=text, allowed="table.key=v1,v2,...")
+    config_edit.kind(field.strip(), where=option)
     return Choice(field.strip(), tuple(config_edit.parse_values(values)))
 
 

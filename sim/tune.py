@@ -2,8 +2,8 @@ r"""Tuning on the simulator: one cost or several, gains and laws, inside the cer
 
 Every trial runs the same repeats (root seeds) as the configuration as given, so differences between trials are due to
 their settings, and every cost is a paired comparison with it. The given configuration is trial 0 and costs 0; the
-result is therefore never worse than it on these seeds. The search is Optuna's tree-structured Parzen estimator (Bergstra
-et al. 2011; several objectives: Ozaki et al. 2022) or NSGA-II (Deb et al. 2002), seeded.
+result is therefore never worse than it on these seeds. The search is Optuna's tree-structured Parzen estimator
+(Bergstra et al. 2011; several objectives: Ozaki et al. 2022) or NSGA-II (Deb et al. 2002), seeded.
 
 Which trial is best: the one with the lowest weighted sum of mean costs (default weights 1)::
 
@@ -166,8 +166,8 @@ def pareto(points: np.ndarray) -> np.ndarray:
     -------
     ndarray of bool, shape (n,)
     """
-    good = np.isfinite(points).all(axis=1)
-    out = good.copy()
+    good: np.ndarray = np.isfinite(points).all(axis=1)
+    out: np.ndarray = good.copy()
     for i in np.flatnonzero(good):
         others = points[good]
         out[i] = not ((others <= points[i]).all(axis=1) & (others < points[i]).any(axis=1)).any()

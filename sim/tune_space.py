@@ -18,12 +18,6 @@ from sim.space import Choice, Dimension, Range
 __all__ = ["GAIN", "check_space", "default_space", "settings_of"]
 
 GAIN = "loop.temperature.gain"
-_ORACLES = ("oracle",)
-
-
-def _policies() -> tuple[str, ...]:
-    """Return the scheduling policies a deployment can run: those that need not know the future."""
-    return tuple(n for n in registry.names(LAWS["scheduling"][0]) if not any(word in n for word in _ORACLES))
 
 
 def default_space(
@@ -33,7 +27,7 @@ def default_space(
 
     Temperature: the given law or ``fixed``; ``gain`` from 5% to 95% of the certified limit (log). Pruning: ``budget``
     or ``off``; ``theta_nats`` from 0.002 to a third of the recorded range (log), the wide budget keeping its ratio.
-    Scheduling: every policy that needs no oracle; ``beta`` and ``gamma`` of ``entropic`` from 0.1 to 10 (log).
+    Scheduling: every policy; ``beta`` and ``gamma`` of ``entropic`` from 0.1 to 10 (log).
 
     Parameters
     ----------
@@ -72,7 +66,7 @@ def default_space(
     if "scheduling" in laws:
         only = ("loop.scheduling.policy", "entropic")
         space["scheduling"] = [
-            Choice("loop.scheduling.policy", _policies()),
+            Choice("loop.scheduling.policy", registry.names(LAWS["scheduling"][0])),
             Range("loop.scheduling.beta", 0.1, 10.0, log=True, only=only),
             Range("loop.scheduling.gamma", 0.1, 10.0, log=True, only=only),
         ]
