@@ -166,7 +166,8 @@ def tune(
     config per point of the Pareto set, `trials.parquet`, `pareto.json` and `pareto.png`; the choice is then judged on
     fresh seeds. `--resume` goes on after a kill.
 
-    Example: `entropic tune run.toml --trials 40 --out out/tune`, then `entropic prove out/tune/tuned.toml --out cert.json`
+    Example: `entropic tune run.toml --trials 40 --out out/tune`, then
+    `entropic prove out/tune/tuned.toml --out cert.json`
     """
     from entropic_ctl import cli_live, cli_output, cli_run
 
@@ -198,7 +199,7 @@ def tune(
             out,
             _pool(workers, dask),
             gain_limit=verdict.limit if verdict is not None else float("nan"),
-            theta_top=theta_top,
+            theta_top=float(bank.theta[-1]),
             certify=certify,
             resume=resume,
             report=report,
