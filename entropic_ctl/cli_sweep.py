@@ -174,11 +174,8 @@ def tune(
     cli_output.check_file(json_file, "--json", out, config)
     run = cli_run.with_overrides(cli_run.load_config(config), seed=seed)
     session = cli_run.need("sim.tune_session", "sweep")
-    vocab_of, theta_top = (
-        _vocabularies(),
-        float(cli_run.need("sim.trajectories", "sim").load_bank(run.cost.bank).theta[-1]),
-    )
-    certify = _certifier(vocab_of)
+    bank = cli_run.need("sim.trajectories", "sim").load_bank(run.cost.bank)
+    certify = _certifier(_vocabularies())
     verdict = certify(run)
     options = session.Options(
         trials=trials,

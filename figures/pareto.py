@@ -25,6 +25,7 @@ _NAMES = {
     "tau_per_flop": "FLOPs per nat of τ",
     "energy": "joules per token",
     "quality": "loss of quality (proxy)",
+    "weighted": "weighted sum of costs",
 }
 
 
@@ -105,5 +106,4 @@ def _panel(axis: Axes, table: Mapping[str, np.ndarray], across: str, name: str) 
     axis.plot(x[given], y[given], "s", ms=7, color=style.COLOURS["black"], label="config as given", zorder=4)
     axis.plot(x[chosen], y[chosen], "*", ms=14, color=style.COLOURS["vermillion"], label="chosen", zorder=5)
     axis.set_xlabel(f"{_NAMES.get(across, across)}, %")
-    unit = ", 0.0001 nats of KL or 1% of the deviation from H*" if name == "quality" else ", %"
-    axis.set_ylabel(_NAMES.get(name, name) + unit, fontsize=8 if name == "quality" else None)
+    axis.set_ylabel(_NAMES.get(name, name) + (", cost × 100" if name in ("quality", "weighted") else ", %"))

@@ -1,7 +1,6 @@
 """A results folder that grows: what it belongs to is written first, every finished run at once, tables at the end.
 
-``run.json`` holds the definition (command, resolved configuration, plan, version and commit, digests of the input
-files), ``runs.jsonl`` is the journal. A folder goes on only with exactly the same definition: one setting changed, and
+``run.json`` holds the definition (command, resolved configuration, plan, version, digests of the code and input files), ``runs.jsonl`` is the journal. A folder goes on only with exactly the same definition: one setting changed, and
 opening it is an error that names the setting. So results of different settings, versions or inputs never mix.
 """
 
@@ -16,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from entropic_ctl import __version__, provenance, results
+import entropic_ctl
+from entropic_ctl import __version__, results
 from entropic_ctl.cli_output import MARKER, Interrupted, alone
 from entropic_ctl.config import RunConfig, digest
 from entropic_ctl.config_edit import differences
@@ -53,6 +53,17 @@ def _sha256(path: str, size: int, mtime_ns: int) -> str:  # noqa: ARG001 - the l
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
+@functools.cache
+def _code() -> str:
+    """Return a digest of the source that decides results: this package and the control plane, without the CLI."""
+    found = hashlib.sha256()
+    for package in (Path(entropic_ctl.__file__).parent, Path(__file__).parent):
+        for path in sorted(package.rglob("*.py")):
+            if not path.name.startswith("cli"):
+                found.update(f"{package.name}/{path.relative_to(package).as_posix()}".encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
 def definition(
     command: str, config: RunConfig, plan: Mapping[str, Any], configs: Iterable[RunConfig] = ()
 ) -> dict[str, Any]:
@@ -77,7 +88,7 @@ def definition(
     about = {
         "command": command,
         "version": __version__,
-        "commit": provenance.commit(),
+        "code": _code(),
         "config": stamp["config"],
         "plan": plan,
         "inputs": inputs,
