@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from entropic_ctl.cli_options import Config, Json, Seed, Uncertified
+from entropic_ctl.cli_options import Certificate, Config, Json, Seed, Uncertified
 
 __all__ = ["register"]
 
@@ -54,12 +54,13 @@ def _vocabularies() -> Callable[[Any], int]:
     return vocab_of
 
 
-def _pool(workers: int | None, dask: str | None) -> Any:
+def _pool(workers: int | None, dask: str | None, module: str = "sim.runs") -> Any:
     from entropic_ctl import cli_run
 
     pools = cli_run.need("sim.workers", "sim")
-    run = cli_run.need("sim.runs", "sim").run
-    return pools.make(run, workers=workers if workers is not None else pools.cores(), dask=dask)
+    return pools.make(
+        cli_run.need(module, "sim").run, workers=workers if workers is not None else pools.cores(), dask=dask
+    )
 
 
 def sweep(
@@ -217,7 +218,77 @@ def _weight(text: str) -> tuple[str, float]:
         raise BadInputError("not a weight", where="--weight", value=text, allowed="NAME=NUMBER") from None
 
 
+def capacity(
+    config: Config,
+    *,
+    slo_ttft: Annotated[
+        float, typer.Option("--slo-ttft", metavar="SECONDS", help="Largest time to first token.")
+    ] = float("inf"),
+    slo_tpot: Annotated[
+        float, typer.Option("--slo-tpot", metavar="SECONDS", help="Largest time per further token.")
+    ] = float("inf"),
+    percentile: Annotated[float, typer.Option("--percentile", help="Percent of requests that must meet each.")] = 99.0,
+    requests: Annotated[
+        int | None, typer.Option("--requests", min=1, help="Requests per run, in place of workload.n_requests.")
+    ] = None,
+    tolerance: Annotated[float, typer.Option("--tolerance", help="Relative width at which the search stops.")] = 0.02,
+    repeats: Annotated[int, typer.Option("--repeats", min=2, help="Most runs per rate.")] = 16,
+    workers: Workers = None,
+    dask: Dask = None,
+    certificate: Certificate = None,
+    uncertified: Uncertified = False,
+    seed: Seed = None,
+    json_file: Json = None,
+) -> None:
+    """Find the highest arrival rate at which a service level holds, with an interval.
+
+    Rates share their seeds; each is judged by a sequential test over repeats, and a drifting queue fails it. The
+    interval runs from the highest rate shown to hold to the lowest shown to fail.
+
+    Example: `entropic capacity run.toml --slo-ttft 0.5 --slo-tpot 0.1 --percentile 95 --requests 400`
+    """
+    from entropic_ctl import cli_live, cli_output, cli_run
+    from entropic_ctl.config_edit import value_of, with_fields
+
+    cli_output.check_file(json_file, "--json", config, certificate)
+    run = cli_run.with_overrides(cli_run.load_config(config), seed=seed)
+    if requests is not None:
+        run = with_fields(run, {"workload.n_requests": requests})
+    search = cli_run.need("sim.capacity", "sim")
+    level = search.Level(slo_ttft, slo_tpot, percentile)
+    verdict = cli_run.certify(run, cli_run.bank_vocabulary(run), certificate, uncertified=uncertified)
+    with cli_run.placed(config):
+        field = search.rate_field(run)
+        with cli_live.progress("capacity") as report, _pool(workers, dask, "sim.capacity") as pool:
+            found = search.capacity(
+                search.simulated(run, level, pool, verdict=verdict, uncertified=uncertified),
+                level,
+                float(value_of(run, field)),
+                tolerance=tolerance,
+                least=min(4, repeats),
+                most=repeats,
+                progress=lambda trial, n: report(
+                    f"{n} rates judged; {trial.rate:.4g} {trial.verdict} ({len(trial.margins)} runs)", 1 - 0.85**n
+                ),
+            )
+    numbers = {"field": field, "rate": found.rate, "shown_to_hold": found.low, "shown_to_fail": found.high}
+    trials = [
+        {
+            "rate": trial.rate,
+            "verdict": trial.verdict,
+            "repeats": len(trial.margins),
+            "margin_mean": float(trial.margins.mean()),
+            "drift_mean": float(trial.drifts.mean()),
+        }
+        for trial in found.trials
+    ]
+    slo = {"ttft_s": slo_ttft, "tpot_s": slo_tpot, "percentile": percentile}
+    cli_run.write_json(json_file, {**numbers, "slo": slo, "tolerance": tolerance, "trials": trials}, run)
+    cli_run.show("capacity", numbers)
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands."""
     app.command()(sweep)
     app.command()(tune)
+    app.command()(capacity)

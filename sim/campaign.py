@@ -1,6 +1,7 @@
 """A results folder that grows: what it belongs to is written first, every finished run at once, tables at the end.
 
-``run.json`` holds the definition (command, resolved configuration, plan, version, digests of the code and input files), ``runs.jsonl`` is the journal. A folder goes on only with exactly the same definition: one setting changed, and
+``run.json`` holds the definition (command, resolved configuration, plan, version, digests of the code and of the input
+files), ``runs.jsonl`` is the journal. A folder goes on only with exactly the same definition: one setting changed, and
 opening it is an error that names the setting. So results of different settings, versions or inputs never mix.
 """
 
