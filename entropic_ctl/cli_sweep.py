@@ -254,14 +254,14 @@ def capacity(
     run = cli_run.with_overrides(cli_run.load_config(config), seed=seed)
     if requests is not None:
         run = with_fields(run, {"workload.n_requests": requests})
-    search = cli_run.need("sim.capacity", "sim")
+    search, runs = cli_run.need("sim.capacity", "sim"), cli_run.need("sim.capacity_runs", "sim")
     level = search.Level(slo_ttft, slo_tpot, percentile)
     verdict = cli_run.certify(run, cli_run.bank_vocabulary(run), certificate, uncertified=uncertified)
     with cli_run.placed(config):
-        field = search.rate_field(run)
-        with cli_live.progress("capacity") as report, _pool(workers, dask, "sim.capacity") as pool:
+        field = runs.rate_field(run)
+        with cli_live.progress("capacity") as report, _pool(workers, dask, "sim.capacity_runs") as pool:
             found = search.capacity(
-                search.simulated(run, level, pool, verdict=verdict, uncertified=uncertified),
+                runs.simulated(run, level, pool, verdict=verdict, uncertified=uncertified),
                 level,
                 float(value_of(run, field)),
                 tolerance=tolerance,

@@ -26,6 +26,7 @@ from sim.runs import Certify
 from sim.space import Choice, Dimension, parse_choice, parse_range
 from sim.sweep import rows
 from sim.tune_space import GAIN, default_space
+from sim.tune_trials import Judged, TuneResult, pareto
 from sim.workers import Pool
 
 __all__ = ["ALL_LAWS", "Options", "Outcome", "spaces", "tune"]
@@ -67,8 +68,8 @@ class Outcome:
         One sentence on the held-out check.
     """
 
-    found: tuner.TuneResult
-    judged: tuner.Judged
+    found: TuneResult
+    judged: Judged
     numbers: dict[str, Any]
     lines: dict[str, str]
     verdict: str
@@ -193,13 +194,13 @@ def _bounds(interval: Interval) -> dict[str, float]:
     return {"mean": interval.mean, "low": interval.low, "high": interval.high}
 
 
-def trials_table(found: tuner.TuneResult) -> dict[str, np.ndarray]:
+def trials_table(found: TuneResult) -> dict[str, np.ndarray]:
     """Return one row per trial.
 
     Columns: ``trial``, ``stage``, ``status`` ("ok" or "failed"), ``error``, ``pareto`` and ``chosen`` (bool), one per
     tuned field, then ``weighted`` and ``cost.NAME`` per objective, each with ``_low`` and ``_high``.
     """
-    front = tuner.pareto(np.array([trial.mean for trial in found.trials]))
+    front = pareto(np.array([trial.mean for trial in found.trials]))
     lines = []
     for trial, member in zip(found.trials, front.tolist(), strict=True):
         settings = {
@@ -224,7 +225,7 @@ def trials_table(found: tuner.TuneResult) -> dict[str, np.ndarray]:
     return runs.table(lines)
 
 
-def _write(campaign: Campaign, config: RunConfig, found: tuner.TuneResult, judged: tuner.Judged, fresh: int) -> Outcome:
+def _write(campaign: Campaign, config: RunConfig, found: TuneResult, judged: Judged, fresh: int) -> Outcome:
     stamp = {**results.stamp(config, config.seed), "plan": campaign.about["plan"], "inputs": campaign.about["inputs"]}
     table = trials_table(found)
     planned = [runs.Point(trial.number, trial.settings, trial.config) for trial in found.trials]
@@ -278,7 +279,7 @@ def _line(interval: Interval) -> str:
     return f"{interval.mean:+.4f} [{interval.low:+.4f}, {interval.high:+.4f}]"
 
 
-def _sentence(found: tuner.TuneResult, judged: tuner.Judged, fresh: int) -> str:
+def _sentence(found: TuneResult, judged: Judged, fresh: int) -> str:
     if found.best.number == 0:
         return "no trial beat the config as given: tuned.toml is the given one"
     searched = found.weighted(found.best)
