@@ -267,7 +267,7 @@ class Cluster:
         for task in tasks:
             futures.append(self._client.submit(self._function, task, pure=False))
             task_of[futures[-1].key] = task
-        for future in distributed.as_completed(futures):
+        for future in distributed.as_completed(futures, loop=self._client.loop):
             error = future.exception()
             if isinstance(error, distributed.KilledWorker):
                 yield task_of[future.key], Crash("its Dask workers died")
