@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import random
 import signal
 import subprocess
@@ -234,7 +233,7 @@ def test_folders_are_never_mixed(config: configs.RunConfig, tmp_path: Path) -> N
     (tmp_path / "mine" / "notes.md").write_text("mine")
     with pytest.raises(BadInputError, match=r"no run\.json of ours"):
         sweep(config, [POLICY], tmp_path / "mine", Inline(runs.run), resume=True)
-    assert os.listdir(tmp_path / "mine") == ["notes.md"]
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.md"]
     assert tables(out) == before
 
 

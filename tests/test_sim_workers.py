@@ -92,7 +92,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
 def test_choices() -> None:
     assert isinstance(workers.make(work, workers=1), Inline)
     assert isinstance(workers.make(work, workers=2), Processes)
-    assert list(Inline(work).each(["a"]))[0][0] == "a"
+    assert [task for task, _ in Inline(work).each(["a", "b"])] == ["a", "b"]
     with pytest.raises(BadInputError, match="--workers"):
         workers.make(work, workers=0)
     with pytest.raises(BadInputError, match="--dask"), Cluster(work, "nonsense", 1):
