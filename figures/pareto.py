@@ -54,8 +54,9 @@ def draw(trials: Mapping[str, Any] | str | os.PathLike[str], path: str | os.Path
     ]
     if not names:
         raise BadInputError("no objective", where="trials table", allowed="columns cost.NAME")
-    style.require(table, [f"{_PREFIX}{n}{end}" for n in names for end in ("", "_low", "_high")], "trials")
     across, others = names[0], names[1:] or ["weighted"]
+    shown = [f"{_PREFIX}{name}" for name in names] + ["weighted"] * (len(names) == 1)
+    style.require(table, [f"{name}{end}" for name in shown for end in ("", "_low", "_high")], "trials")
     with style.canvas(path, cols=len(others), size=(1.2 + 3.6 * len(others), 4.3)) as (figure, axes):
         for axis, name in zip(axes, others, strict=True):
             _panel(axis, table, across, name)

@@ -14,7 +14,7 @@ mean above 1%.
 
 **Search**: rates double (or halve) until one holds and one fails, then the bracket is bisected. An undecided rate
 splits the search in two, for the highest rate shown to hold and the lowest shown to fail: the interval. The estimate
-bisects on the sign of the mean margin. All rates share the seeds of their repeats, and with Poisson arrivals a rate
+bisects on the point estimates of margin and drift. All rates share the seeds of their repeats, and with Poisson arrivals a rate
 only rescales the same arrivals, so attainment is close to monotone in the rate. Source: ours, from textbook parts.
 """
 
@@ -88,7 +88,7 @@ class Trial:
     @property
     def leans(self) -> bool:
         """True if the point estimates alone say that the rate holds."""
-        return bool(self.margins.mean() >= 0) and self.verdict != "fails"
+        return self.verdict != "fails" and bool(self.margins.mean() >= 0 and self.drifts.mean() <= DRIFT)
 
 
 @dataclass(frozen=True)

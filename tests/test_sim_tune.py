@@ -82,12 +82,13 @@ def test_laws_can_be_switched_off_and_their_gains_go_with_them() -> None:
     off = table["loop.temperature.law"] == "fixed"
     assert np.isnan(table["loop.temperature.gain"][off]).all()
     assert np.isfinite(table["loop.temperature.gain"][~off]).all()
-    assert ("loop.scheduling.gamma" in table) and len(set(table["loop.scheduling.policy"].tolist())) > 1
+    assert len(set(table["loop.scheduling.policy"].tolist())) > 1
 
 
 def test_law_by_law_keeps_what_the_earlier_laws_found() -> None:
     stages = default_space(CONFIG, gain_limit=0.07, laws=("temperature", "scheduling"))
-    found = tune(CONFIG, stages, trials=9, gain_limit=0.07, objectives=[SPREAD], scalar=True, bank=BANK)
+    cool = Objective("cool", lambda trial, given, target: float(trial["tempered_entropy_mean_nats"]))
+    found = tune(CONFIG, stages, trials=9, gain_limit=0.07, objectives=[cool], scalar=True, bank=BANK)
     assert [t.stage for t in found.trials] == ["given"] + ["temperature"] * 4 + ["scheduling"] * 4
     best = min(found.trials[:5], key=found.weighted)
     assert best.number > 0
@@ -119,7 +120,7 @@ def test_cut_off_anywhere_it_resumes_to_the_same_trials(tmp_path: Path, sampler:
         np.testing.assert_array_equal([t.cost for t in again.trials], [t.cost for t in first.trials])
     record = json.loads(whole.splitlines()[-1])
     record["set"]["loop.temperature.gain"] = 0.0123
-    path.write_bytes(b"\n".join(whole.splitlines()[:-1] + [json.dumps(record).encode()]) + b"\n")
+    path.write_bytes(b"\n".join([*whole.splitlines()[:-1], json.dumps(record).encode()]) + b"\n")
     with Journal(path) as journal, pytest.raises(BadInputError, match="other settings"):
         tune(CONFIG, [GAIN], journal=journal, **options)
 
