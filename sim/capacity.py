@@ -14,8 +14,9 @@ mean above 1%.
 
 **Search**: rates double (or halve) until one holds and one fails, then the bracket is bisected. An undecided rate
 splits the search in two, for the highest rate shown to hold and the lowest shown to fail: the interval. The estimate
-bisects on the point estimates of margin and drift. All rates share the seeds of their repeats, and with Poisson arrivals a rate
-only rescales the same arrivals, so attainment is close to monotone in the rate. Source: ours, from textbook parts.
+bisects on the point estimates of margin and drift. All rates share the seeds of their repeats, and with Poisson
+arrivals a rate only rescales the same arrivals, so attainment is close to monotone in the rate. Source: ours, from
+textbook parts.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
 from entropic_ctl.errors import BadInputError
 
@@ -58,7 +57,9 @@ def mean_interval(values: npt.ArrayLike, *, level: float = 0.95) -> Interval:
     mean = float(x.mean())
     if n == 1:
         return Interval(mean, math.nan, math.nan, 1)
-    half = float(stats.t.ppf(0.5 + level / 2, n - 1)) * float(x.std(ddof=1)) / math.sqrt(n)
+    from scipy.special import stdtrit  # the quantile of Student's t
+
+    half = float(stdtrit(n - 1, 0.5 + level / 2)) * float(x.std(ddof=1)) / math.sqrt(n)
     return Interval(mean, mean - half, mean + half, n)
 
 

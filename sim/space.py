@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.stats import qmc
 
 from entropic_ctl import config_edit
 from entropic_ctl.errors import BadInputError
@@ -184,6 +183,8 @@ def points(dimensions: Sequence[Dimension], count: int, seed: int) -> list[dict[
         raise BadInputError("too many points", where="sweep", value=total, allowed=f"<= {_LARGEST:,}")
     inner: list[dict[str, Any]] = [{}]
     if ranges:
+        from scipy.stats import qmc
+
         sampler = qmc.Sobol(len(ranges), scramble=True, rng=stream(seed, "sobol"))
         unit = sampler.random_base2(max(0, math.ceil(math.log2(count))))[:count]
         inner = [{r.field: r.at(float(u)) for r, u in zip(ranges, row, strict=True)} for row in np.atleast_2d(unit)]
