@@ -54,7 +54,14 @@ class Task:
 
 
 def metrics(config: RunConfig, *, verdict: Verdict | None, uncertified: bool, bank: Bank | None) -> dict[str, Any]:
-    """Simulate and return the metrics, flat: name to number, string or None."""
+    """Simulate and return the metrics, flat: name to number, string or None.
+
+    Parameters
+    ----------
+    config : RunConfig
+    verdict, uncertified, bank
+        As in :func:`sim.replica.simulate`.
+    """
     result = simulate(config, verdict=verdict, uncertified=uncertified, bank=bank)
     found = {
         name: value.item() if isinstance(value, np.generic) else value

@@ -78,6 +78,13 @@ class Outcome:
 def spaces(config: RunConfig, options: Options, gain_limit: float, theta_top: float) -> dict[str, list[Dimension]]:
     """Return the dimensions per stage: the default ones, with those the caller named added or put in their place.
 
+    Parameters
+    ----------
+    config : RunConfig
+    options : Options
+    gain_limit, theta_top : float
+        As in :func:`tune`.
+
     Raises
     ------
     BadInputError

@@ -76,6 +76,14 @@ def default_space(
 def check_space(config: RunConfig, space: Sequence[Dimension], gain_limit: float | None) -> None:
     """Refuse, before anything runs, a space that is empty, names what does not exist or leaves the certified gains.
 
+    Parameters
+    ----------
+    config : RunConfig
+        The starting configuration.
+    space : sequence of Dimension
+    gain_limit : float or None
+        Supremum of certified gains; None does not limit.
+
     Raises
     ------
     BadInputError
