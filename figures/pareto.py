@@ -30,7 +30,9 @@ _NAMES = {
 
 
 def draw(trials: Mapping[str, Any] | str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Draw every objective against the first one, one panel each; lower left is better, the config as given is 0.
+    """Draw every objective against the first one; lower left is better, the config as given is 0.
+
+    Above all trials, below the Pareto set alone (it often sits in a corner of the space).
 
     Parameters
     ----------
@@ -57,9 +59,11 @@ def draw(trials: Mapping[str, Any] | str | os.PathLike[str], path: str | os.Path
     across, others = names[0], names[1:] or ["weighted"]
     shown = [f"{_PREFIX}{name}" for name in names] + ["weighted"] * (len(names) == 1)
     style.require(table, [f"{name}{end}" for name in shown for end in ("", "_low", "_high")], "trials")
-    with style.canvas(path, cols=len(others), size=(1.2 + 3.6 * len(others), 4.3)) as (figure, axes):
-        for axis, name in zip(axes, others, strict=True):
+    with style.canvas(path, rows=2, cols=len(others), size=(1.2 + 3.6 * len(others), 7.4)) as (figure, axes):
+        for axis, name in zip(axes, others * 2, strict=True):
             _panel(axis, table, across, name)
+        for axis, name in zip(axes[len(others) :], others, strict=True):
+            _zoom(axis, table, across, name)
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
         figure.suptitle(
@@ -75,12 +79,24 @@ def _percent(cost: np.ndarray, name: str) -> np.ndarray:
     return 100 * cost if name in ("quality", "weighted") else 100 * np.expm1(cost)
 
 
-def _panel(axis: Axes, table: Mapping[str, np.ndarray], across: str, name: str) -> None:
-    def column(which: str, end: str = "") -> np.ndarray:
-        values = table[f"{which}{end}"] if which == "weighted" else table[f"{_PREFIX}{which}{end}"]
-        return _percent(values, which)
+def _column(table: Mapping[str, np.ndarray], which: str, end: str = "") -> np.ndarray:
+    return _percent(table[f"{which}{end}"] if which == "weighted" else table[f"{_PREFIX}{which}{end}"], which)
 
-    x, y = column(across), column(name)
+
+def _zoom(axis: Axes, table: Mapping[str, np.ndarray], across: str, name: str) -> None:
+    """Limit a panel to the Pareto set without the config as given, unless that is all there is."""
+    front = table["pareto"].astype(bool)
+    shown = front & (table["trial"] != 0) if (front & (table["trial"] != 0)).any() else front
+    for limit, which in ((axis.set_xlim, across), (axis.set_ylim, name)):
+        values = _column(table, which)[shown & np.isfinite(_column(table, which))]
+        margin = max(0.15 * np.ptp(values), 0.05) if values.size else 1.0
+        if values.size:
+            limit(values.min() - margin, values.max() + margin)
+    axis.set_title("the Pareto set, enlarged")
+
+
+def _panel(axis: Axes, table: Mapping[str, np.ndarray], across: str, name: str) -> None:
+    x, y = _column(table, across), _column(table, name)
     good = (table["status"] == "ok") & np.isfinite(x) & np.isfinite(y)
     front, chosen = good & table["pareto"].astype(bool), good & table["chosen"].astype(bool)
     given = good & (table["trial"] == 0)
@@ -89,7 +105,7 @@ def _panel(axis: Axes, table: Mapping[str, np.ndarray], across: str, name: str) 
     axis.plot(x[good & ~front], y[good & ~front], "o", ms=4, color="#b5b5b5", label="dominated trial", zorder=2)
     bars: dict[str, Any] = {}
     for key, values, which in (("xerr", x, across), ("yerr", y, name)):
-        ends = np.array([values - column(which, "_low"), column(which, "_high") - values])[:, front]
+        ends = np.array([values - _column(table, which, "_low"), _column(table, which, "_high") - values])[:, front]
         if np.isfinite(ends).all():
             bars[key] = np.abs(ends)
     axis.errorbar(
