@@ -32,7 +32,8 @@ _NAMES = {
 def draw(trials: Mapping[str, Any] | str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """Draw every objective against the first one; lower left is better, the config as given is 0.
 
-    Above all trials, below the Pareto set alone (it often sits in a corner of the space).
+    Above all trials with intervals, below the Pareto set alone (it often sits in a corner of the space). The intervals
+    are those against the given config; members of the set differ from one another by less.
 
     Parameters
     ----------
@@ -60,8 +61,8 @@ def draw(trials: Mapping[str, Any] | str | os.PathLike[str], path: str | os.Path
     shown = [f"{_PREFIX}{name}" for name in names] + ["weighted"] * (len(names) == 1)
     style.require(table, [f"{name}{end}" for name in shown for end in ("", "_low", "_high")], "trials")
     with style.canvas(path, rows=2, cols=len(others), size=(1.2 + 3.6 * len(others), 7.4)) as (figure, axes):
-        for axis, name in zip(axes, others * 2, strict=True):
-            _panel(axis, table, across, name)
+        for i, (axis, name) in enumerate(zip(axes, others * 2, strict=True)):
+            _panel(axis, table, across, name, intervals=i < len(others))
         for axis, name in zip(axes[len(others) :], others, strict=True):
             _zoom(axis, table, across, name)
         handles, labels = axes[0].get_legend_handles_labels()
@@ -92,10 +93,10 @@ def _zoom(axis: Axes, table: Mapping[str, np.ndarray], across: str, name: str) -
         margin = max(0.15 * np.ptp(values), 0.05) if values.size else 1.0
         if values.size:
             limit(values.min() - margin, values.max() + margin)
-    axis.set_title("the Pareto set, enlarged")
+    axis.set_title("the Pareto set, enlarged (no intervals)")
 
 
-def _panel(axis: Axes, table: Mapping[str, np.ndarray], across: str, name: str) -> None:
+def _panel(axis: Axes, table: Mapping[str, np.ndarray], across: str, name: str, *, intervals: bool) -> None:
     x, y = _column(table, across), _column(table, name)
     good = (table["status"] == "ok") & np.isfinite(x) & np.isfinite(y)
     front, chosen = good & table["pareto"].astype(bool), good & table["chosen"].astype(bool)
@@ -106,7 +107,7 @@ def _panel(axis: Axes, table: Mapping[str, np.ndarray], across: str, name: str) 
     bars: dict[str, Any] = {}
     for key, values, which in (("xerr", x, across), ("yerr", y, name)):
         ends = np.array([values - _column(table, which, "_low"), _column(table, which, "_high") - values])[:, front]
-        if np.isfinite(ends).all():
+        if intervals and np.isfinite(ends).all():
             bars[key] = np.abs(ends)
     axis.errorbar(
         x[front],
