@@ -32,8 +32,8 @@ _NAMES = {
 def draw(trials: Mapping[str, Any] | str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
     """Draw every objective against the first one; lower left is better, the config as given is 0.
 
-    Above all trials with intervals, below the Pareto set alone (it often sits in a corner of the space). The intervals
-    are those against the given config; members of the set differ from one another by less.
+    Above all trials with intervals, below the Pareto set alone (it often sits in a corner of the space). Intervals
+    are those of the comparison with the given config.
 
     Parameters
     ----------
