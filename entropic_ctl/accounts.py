@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from entropic_ctl.compiled import compiled
+from entropic_ctl.compiled import compiled, faster
 from entropic_ctl.histogram import FIRST_PLACE, PLACES, SHIFT
-from entropic_ctl.signals import FloatArray, IntArray, StepResult
+from entropic_ctl.signals import FloatArray, IntArray
 
 __all__ = [
-    "KEPT",
     "REQUEST",
     "SCHEDULED",
     "STEP",
@@ -50,9 +49,6 @@ STEP = (
 
 SCHEDULED = STEP.index("scheduled_tokens")
 """From this field on: sums over the rows."""
-
-KEPT = slice(StepResult._fields.index("kept_fraction"), StepResult._fields.index("certificate_max") + 1)
-"""Where a result has its four row columns."""
 
 _COUNTS = {"step", "steps", "rows", "output_tokens", "live", "waiting", "paused", "preempted", "scheduled_tokens"}
 _COUNTS |= {"decode_rows"}
@@ -169,7 +165,7 @@ def book_tokens_loop(
     return longest
 
 
-book_tokens = book_tokens_loop or _book_tokens_columns
+book_tokens = faster(book_tokens_loop, _book_tokens_columns)
 
 
 def _book_rows_columns(sums: FloatArray, rows: IntArray, step: int, start_s: float, end_s: float) -> None:
@@ -202,7 +198,7 @@ def book_rows_loop(sums: FloatArray, rows: IntArray, step: int, start_s: float, 
         s[LAST_STEP], s[LAST_END] = step, end_s
 
 
-book_rows = book_rows_loop or _book_rows_columns
+book_rows = faster(book_rows_loop, _book_rows_columns)
 
 
 def _book_step_columns(
@@ -263,7 +259,7 @@ def book_step_loop(
         row[SCHEDULED + 7] = max(row[SCHEDULED + 7], certificate[r])
 
 
-book_step = book_step_loop or _book_step_columns
+book_step = faster(book_step_loop, _book_step_columns)
 
 
 class Account:
@@ -322,11 +318,13 @@ class StepTable(Account):
         if self.n >= self._max_steps:
             self._merge()
         self.n += 1
-        return self.sums[self.n - 1]
+        row: FloatArray = self.sums[self.n - 1]
+        return row
 
     def reserve_rows(self, rows: int) -> FloatArray:
         """Return the next rows, at most ``rows`` and none past ``max_steps``; count those filled in :attr:`n`."""
-        return self.sums[self.n : min(self.n + rows, self._max_steps)]
+        ahead: FloatArray = self.sums[self.n : min(self.n + rows, self._max_steps)]
+        return ahead
 
     def _merge(self) -> None:
         even = self.n - self.n % 2

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from array_api_compat import array_namespace
 
-from entropic_ctl.compiled import compiled
+from entropic_ctl.compiled import ENABLED, compiled
 from entropic_ctl.signals import Array, FloatArray
 
 __all__ = ["clip", "exp", "log", "namespace"]
@@ -57,11 +57,11 @@ def exp(x: Array) -> Array:
     The only place, with :func:`log`, where runs with and without numba may differ, in the last bit: inside a compiled
     loop only the scalar function is at hand, and a loop must give what the same steps taken one by one give.
     """
-    if exp_loop is not None and type(x) is np.ndarray and x.ndim == 1:
+    if ENABLED and type(x) is np.ndarray and x.ndim == 1:
         return exp_loop(x)
     return namespace(x).exp(x)
 
 
 def log(x: FloatArray) -> FloatArray:
     """Return ln x of a one-dimensional array of positive numbers; see :func:`exp`."""
-    return np.log(x) if log_loop is None else log_loop(x)
+    return log_loop(x) if ENABLED else np.log(x)

@@ -20,7 +20,7 @@ from typing import Any
 from entropic_ctl.config import digest
 from entropic_ctl.errors import BadInputError
 
-__all__ = ["MARKER", "Interrupted", "check_file", "folder"]
+__all__ = ["MARKER", "Interrupted", "alone", "check_file", "folder"]
 
 MARKER = "run.json"
 """Present in every results folder: the resolved configuration it belongs to, its digest, and the files of the run."""
@@ -124,7 +124,7 @@ def _refuse_foreign(out: Path, key: str, force: bool) -> None:
 
 
 @contextmanager
-def _alone(out: Path) -> Iterator[None]:
+def alone(out: Path) -> Iterator[None]:
     """Hold the right to write ``out`` while the block runs (a no-op where the system has no file locks).
 
     Raises
@@ -235,7 +235,7 @@ def folder(out: Path, subject: Mapping[str, Any], *, force: bool = False) -> Ite
     with contextlib.ExitStack() as stack:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(_alone(out))
+            stack.enter_context(alone(out))
             _reclaim(out)
             _refuse_foreign(out, key, force)
             work = out.with_name(f".{out.name}.{os.getpid()}.part")

@@ -19,6 +19,7 @@ from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import BadInputError
 
 __all__ = [
+    "bank_vocabulary",
     "bench_certificate",
     "bench_engine",
     "bench_sim",
@@ -36,6 +37,7 @@ __all__ = [
     "replay",
     "repro",
     "say",
+    "show",
     "simulate",
     "timeline",
     "with_overrides",
@@ -154,7 +156,7 @@ def recorder(path: Path | None) -> Any:
     return need("entropic_ctl.recording", "").Recorder(path) if path is not None else None
 
 
-def _show(title: str, values: Mapping[str, Any]) -> None:
+def show(title: str, values: Mapping[str, Any]) -> None:
     """Print a table of numbers on standard output."""
     table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", overflow="fold")
@@ -199,7 +201,8 @@ def say(message: str) -> None:
     console(stderr=True, soft_wrap=True).print(message)
 
 
-def _bank_vocabulary(config: RunConfig) -> int:
+def bank_vocabulary(config: RunConfig) -> int:
+    """Return the vocabulary size of the entropy bank a config names."""
     bank = need("sim.trajectories", "sim").load_bank(config.cost.bank)
     return int(bank.meta["vocab_size"])
 
@@ -257,7 +260,7 @@ def simulate(
     inputs = (config_file, trace, certificate, config.cost.bank, config.workload.trace)
     cli_output.check_file(json_file, "--json", out, *inputs)
     cli_output.check_file(perfetto, "--perfetto", json_file, out, *inputs)
-    verdict = certify(config, _bank_vocabulary(config), certificate, uncertified=uncertified)
+    verdict = certify(config, bank_vocabulary(config), certificate, uncertified=uncertified)
     replica = need("sim.replica", "sim")
 
     def run(report: Any) -> Any:
@@ -323,7 +326,7 @@ def record(out: Path, *, model: str | None, seed: int, quick: bool, json_file: P
     need("entropic_ctl.bank", "").save(bank, out)
     numbers = {"tokens": int(bank.model_entropy.shape[0]), "trajectories": int(bank.temperature.shape[0])}
     write_json(json_file, numbers, config)
-    _show(str(out), numbers)
+    show(str(out), numbers)
 
 
 def _tell(verdict: Verdict, json_file: Path | None, config: RunConfig) -> int:
@@ -344,7 +347,7 @@ def prove(config_file: Path, *, out: Path, vocab: int | None, json_file: Path | 
     config = load_config(config_file)
     cli_output.check_file(out, "--out", config_file, config.cost.bank)
     cli_output.check_file(json_file, "--json", out, config_file, config.cost.bank)
-    vocab = vocab if vocab is not None else _bank_vocabulary(config)
+    vocab = vocab if vocab is not None else bank_vocabulary(config)
     certificate = need("proofs.search", "proofs").prove(config, vocab)
     need("entropic_ctl.results", "sim").write_json(out, certificate)
     verdict = need("proofs.check", "proofs").check(certificates.read_certificate(out), config, vocab)
@@ -382,7 +385,7 @@ def replay(log: Path, *, tolerance: float, json_file: Path | None) -> int:
     report = need("entropic_ctl.replay", "").replay(log, tolerance=tolerance)
     values = dataclasses.asdict(report)
     write_json(json_file, values, {"command": "replay", "log": log.name, "tolerance": tolerance})
-    _show("replay", values)
+    show("replay", values)
     if report.truncated_line is not None:
         say(f"the log breaks off in line {report.truncated_line}: the run was cut short; all before it was compared")
     say("every decision equal, bit for bit" if report.equal else "the replay differs from the log")
@@ -395,7 +398,7 @@ def bench_sim(trace: Path | None, *, loop: bool, json_file: Path | None) -> None
     benchmark = need("sim.bench", "sim")
     values = benchmark.bench(trace, loop=loop)
     write_json(json_file, values, benchmark.bench_config(trace, loop=loop))
-    _show("simulator", values)
+    show("simulator", values)
 
 
 def bench_engine(model: str | None, *, json_file: Path | None) -> None:
@@ -405,7 +408,7 @@ def bench_engine(model: str | None, *, json_file: Path | None) -> None:
     loaded = load_model(config)
     values = need("backends.bench", "engine").bench_engine(loaded, progress=say)
     write_json(json_file, values, {"command": "bench engine", "model": dataclasses.asdict(config.model)})
-    _show("engine", values)
+    show("engine", values)
 
 
 def bench_certificate(context: int, theta: float, model: str | None, *, json_file: Path | None) -> int:
@@ -420,5 +423,5 @@ def bench_certificate(context: int, theta: float, model: str | None, *, json_fil
     values = dataclasses.asdict(audit.audit_certificate(loaded.model, tokens, theta))
     settings = {"command": "bench certificate", "context": context, "theta_nats": theta}
     write_json(json_file, values, {**settings, "model": dataclasses.asdict(config.model)})
-    _show("certificate", values)
+    show("certificate", values)
     return 1 if values["violations"] or values["over_budget"] else 0

@@ -19,9 +19,9 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-__all__ = ["ENABLED", "compiled"]
+__all__ = ["ENABLED", "compiled", "faster"]
 
 try:
     import numba
@@ -53,15 +53,22 @@ def _cache_folder() -> str:
     return str(folder)
 
 
-def compiled(loop: Function) -> Function | None:
-    """Return ``loop`` compiled (the machine code is cached), or None where twins are off."""
+def compiled(loop: Function) -> Function:
+    """Return ``loop`` compiled (the machine code is cached), or as it is where twins are off."""
     if not ENABLED:
-        return None
+        return loop
     before = numba.config.CACHE_DIR
+    fast: Any
     try:
         numba.config.CACHE_DIR = _cache_folder()
-        return numba.njit(cache=True, error_model="numpy")(loop)
+        fast = numba.njit(cache=True, error_model="numpy")(loop)
     except OSError:  # no place to write: compile in every process
-        return numba.njit(error_model="numpy")(loop)
+        fast = numba.njit(error_model="numpy")(loop)
     finally:
         numba.config.CACHE_DIR = before
+    return cast("Function", fast)
+
+
+def faster(loop: Function, reference: Function) -> Function:
+    """Return the compiled ``loop``, or its NumPy ``reference`` where twins are off."""
+    return loop if ENABLED else reference

@@ -20,6 +20,7 @@ from entropic_ctl import fields, registry
 from entropic_ctl.errors import BadInputError
 
 __all__ = [
+    "LAWS",
     "ClusterConfig",
     "CostConfig",
     "EngineConfig",
@@ -34,11 +35,12 @@ __all__ = [
     "resolve",
 ]
 
-_LAWS = {  # loop table -> (plug-in package, key that names the plug-in, default)
+LAWS = {
     "temperature": ("entropic_ctl.temperature", "law", "fixed"),
     "pruning": ("entropic_ctl.pruning.laws", "law", "off"),
     "scheduling": ("entropic_ctl.scheduling", "policy", "fcfs"),
 }
+"""Loop table to (plug-in package, key that names the plug-in, default)."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ class LawSpec:
 
 
 def _default_law(table: str) -> LawSpec:
-    package, _, default = _LAWS[table]
+    package, _, default = LAWS[table]
     return LawSpec(default, registry.load(package, default).Config())
 
 
@@ -206,7 +208,7 @@ class LoopConfig:
     def build(self) -> tuple[Any, Any, Any]:
         """Return the (temperature, pruning, scheduling) law objects."""
         laws = []
-        for table, (package, _, _) in _LAWS.items():
+        for table, (package, _, _) in LAWS.items():
             spec: LawSpec = getattr(self, table)
             laws.append(registry.load(package, spec.name).build(spec.config))
         return laws[0], laws[1], laws[2]
@@ -257,7 +259,7 @@ class _Lines:
 
 
 def _law(table: str, values: object, where: str, lines: _Lines) -> LawSpec:
-    package, key, default = _LAWS[table]
+    package, key, default = LAWS[table]
     place = f"loop.{table}"
     if not isinstance(values, Mapping):
         raise BadInputError("not a table", where=where, field=place, value=values, allowed="key = value pairs")
@@ -297,15 +299,15 @@ def from_mapping(values: Mapping[str, Any], *, where: str = "config", source: st
     if not isinstance(loop, Mapping):
         raise BadInputError("not a table", where=where, field="loop", value=loop, allowed="[loop.LAW] tables")
     for key in loop:
-        if key not in _LAWS:
+        if key not in LAWS:
             raise BadInputError(
                 "unknown law table",
                 where=where,
                 line=lines.of(f"loop.{key}")("") or lines.of("loop")(key),
                 field=f"loop.{key}",
-                allowed=", ".join(f"loop.{name}" for name in _LAWS),
+                allowed=", ".join(f"loop.{name}" for name in LAWS),
             )
-    built["loop"] = LoopConfig(**{name: _law(name, loop.get(name, {}), where, lines) for name in _LAWS})
+    built["loop"] = LoopConfig(**{name: _law(name, loop.get(name, {}), where, lines) for name in LAWS})
     seed = values.get("seed", 0)
     try:
         return RunConfig(seed=seed, **built)
@@ -354,7 +356,7 @@ def resolve(config: RunConfig) -> dict[str, Any]:
 def resolve_loop(loop: LoopConfig) -> dict[str, Any]:
     """Return the loop part of :func:`resolve`."""
     out = {}
-    for table, (_, key, _) in _LAWS.items():
+    for table, (_, key, _) in LAWS.items():
         spec: LawSpec = getattr(loop, table)
         out[table] = {key: spec.name, **dataclasses.asdict(spec.config)}
     return out

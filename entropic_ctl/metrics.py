@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from entropic_ctl.accounts import (
     FIRST_TOKEN,
-    KEPT,
     LAST_END,
     LAST_STEP,
     LAST_TOKEN,
@@ -267,7 +266,8 @@ class Metrics(Collector):
             plan.paused.shape[0], plan.preempted.shape[0], used, busy_s, rows * busy_s, used * busy_s,
             result.kv_bytes, result.flops, result.energy_j,
         )  # fmt: skip
-        kept, mass, most, nats = result[KEPT]
+        kept, mass = result.kept_fraction, result.pruned_mass_mean
+        most, nats = result.pruned_mass_max, result.certificate_max
         if kept.shape[0] != rows:
             if self._dense[0].shape[0] != rows:
                 self._dense = np.ones(rows), np.zeros(rows)

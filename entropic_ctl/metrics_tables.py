@@ -64,7 +64,7 @@ def requests_table(raw: Mapping[str, npt.NDArray[Any]], target_nats: float) -> T
         "left_s": raw["left_s"],
         "ttft_s": raw["first_token_s"] - raw["arrival_s"],
         "e2e_s": raw["last_token_s"] - raw["arrival_s"],
-        "tpot_s": _ratio(raw["gap_sum_s"], output - 1.0),
+        "tpot_s": _ratio(raw["gap_sum_s"], (output - 1.0).astype(np.float64)),
         "gap_sum_s": raw["gap_sum_s"],
         "gap_max_s": raw["gap_max_s"],
         "tau_nats": raw["tau"],

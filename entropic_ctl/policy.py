@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from array_api_compat import array_namespace, device, to_device
 
-from entropic_ctl.compiled import compiled
+from entropic_ctl.compiled import compiled, faster
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.base import PruningLaw
 from entropic_ctl.scheduling.base import EntropySignals, ScheduleView, SchedulingPolicy
@@ -268,7 +268,7 @@ def count_loop(table: FloatArray, count: IntArray, slots: IntArray, model: Float
         count[slot] = seen + 1
 
 
-_count = count_loop or _count_columns
+_count = faster(count_loop, _count_columns)
 
 
 def _finite_columns(first: FloatArray, second: FloatArray) -> bool:
@@ -285,7 +285,7 @@ def _finite_loop(first: FloatArray, second: FloatArray) -> bool:
     return True
 
 
-_finite = _finite_loop or _finite_columns
+_finite = faster(_finite_loop, _finite_columns)
 
 
 def _rounds(slots: IntArray) -> list[IntArray]:

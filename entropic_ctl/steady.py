@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from entropic_ctl.compiled import compiled
+from entropic_ctl.compiled import compiled, faster
 from entropic_ctl.signals import FloatArray, IntArray
 
 __all__ = ["Rows", "accept", "advance", "seat_all"]
@@ -131,7 +131,7 @@ def _advance_loop(
     return True, context, budget, log
 
 
-advance = _advance_loop or _advance_columns
+advance = faster(_advance_loop, _advance_columns)
 
 
 def _seat_all_columns(
@@ -247,7 +247,7 @@ def seat_all_loop(
     return done, Rows(row_ids, context, n, samples, row_greedy, budgets, log, decode_only)
 
 
-seat_all = seat_all_loop or _seat_all_columns
+seat_all = faster(seat_all_loop, _seat_all_columns)
 
 
 def _accept_columns(
@@ -335,4 +335,4 @@ def _accept_loop(
     return True, sampling, ended
 
 
-accept = _accept_loop or _accept_columns
+accept = faster(_accept_loop, _accept_columns)

@@ -22,8 +22,9 @@ from paper_repro.report import number
 from paper_repro.setup import Size
 from paper_repro.study import Study, span
 from paper_repro.worlds import Certifier, RealEngine, Simulation
+from sim.space import Range
 from sim.trajectories import load_bank
-from sim.tune import Gain, tune
+from sim.tune import tune
 
 __all__ = ["run", "tuned"]
 
@@ -40,22 +41,23 @@ def tuned(
     """
     limit = certifier.verdict(config.loop).limit
     gains = [
-        Gain("temperature.gain", 0.05 * limit, 0.9 * limit, log=True),
-        Gain("pruning.theta_nats", 0.005, 0.05, log=True, also=("pruning.theta_wide_nats",)),
-        Gain("scheduling.gamma", 0.1, 10.0, log=True),
+        Range("loop.temperature.gain", 0.05 * limit, 0.9 * limit, log=True),
+        Range("loop.pruning.theta_nats", 0.005, 0.05, log=True, also=("loop.pruning.theta_wide_nats",)),
+        Range("loop.scheduling.gamma", 0.1, 10.0, log=True),
     ]
     found = tune(
         config,
         gains,
         trials=trials,
         gain_limit=limit,
-        certify=certifier.verdict,
+        certify=lambda run: certifier.verdict(run.loop),
+        scalar=True,
         bank=bank,
         progress=lambda done, total, best: progress(
             f"tune: trial {done} of {total}, best cost {best:+.3f}", done / total
         ),
     )
-    return found.loop, found.trials
+    return found.loop, found.table()
 
 
 def tuning_note(trials: Mapping[str, np.ndarray]) -> str:

@@ -18,6 +18,7 @@ from entropic_ctl.config import LoopConfig
 from entropic_ctl.errors import BadInputError
 from paper_repro import verdicts
 from paper_repro.claims import ARMS, BASELINE, CLAIMS, claim
+from sim.streams import repeat_seeds as seeds
 
 __all__ = [
     "METRICS",
@@ -83,12 +84,6 @@ def claims_by_metric() -> dict[str, np.ndarray]:
         "paper": np.array([item.paper for _, item in said]),
         "source": np.array(["paper"] * len(said)),
     }
-
-
-def seeds(root: int, repeats: int) -> list[int]:
-    """Return one run seed per repeat, derived from the root seed; all arms use the same list."""
-    children = np.random.SeedSequence(root).spawn(repeats)
-    return [int(child.generate_state(1, np.uint32)[0]) for child in children]
 
 
 def ablation(

@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
-from scipy import stats
 
-from entropic_ctl.errors import BadInputError
+from sim.intervals import Effect, paired
 
 __all__ = ["SAME", "Effect", "Judgement", "judge", "paired"]
 
@@ -25,56 +23,11 @@ SAME = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Effect:
-    """A ratio to baseline with its 95% interval; ``low`` and ``high`` are NaN for a single pair, all NaN for none."""
-
-    ratio: float
-    low: float
-    high: float
-    pairs: int
-    identical: bool
-    """True if every pair was equal to the last bit: the arm did not touch this metric."""
-
-
-@dataclass(frozen=True, slots=True)
 class Judgement:
     """A verdict and the sentence that justifies it."""
 
     verdict: str
     reason: str
-
-
-def paired(arm: npt.ArrayLike, baseline: npt.ArrayLike, *, level: float = 0.95) -> Effect:
-    """Return the ratio arm / baseline with its paired Student interval on the log scale.
-
-    Parameters
-    ----------
-    arm, baseline : array_like, shape (n,)
-        Positive measurements; entry i of both comes from the same seed. Pairs with a value that is not finite and
-        positive are left out.
-    level : float
-        Coverage of the interval.
-
-    Raises
-    ------
-    BadInputError
-        If the shapes differ.
-    """
-    x, y = np.asarray(arm, float), np.asarray(baseline, float)
-    if x.shape != y.shape or x.ndim != 1:
-        raise BadInputError("pairs need two vectors of equal length", value=(x.shape, y.shape))
-    usable = np.isfinite(x) & np.isfinite(y) & (x > 0) & (y > 0)
-    x, y = x[usable], y[usable]
-    n = x.shape[0]
-    if n == 0:
-        return Effect(math.nan, math.nan, math.nan, 0, identical=False)
-    d = np.log(x) - np.log(y)
-    identical = bool(np.array_equal(x, y))
-    mean = float(d.mean())
-    if n == 1:
-        return Effect(math.exp(mean), math.nan, math.nan, 1, identical=identical)
-    half = float(stats.t.ppf(0.5 + level / 2, n - 1)) * float(d.std(ddof=1)) / math.sqrt(n)
-    return Effect(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n, identical=identical)
 
 
 def judge(effect: Effect, paper: float, *, higher_is_better: bool, not_identifiable: str = "") -> Judgement:

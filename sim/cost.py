@@ -260,7 +260,7 @@ def _charge(c: RooflineConstants, load: StepLoad) -> tuple[float, float, float, 
     return seconds, flops, kv_bytes, min(spent, c.limit_w * seconds)
 
 
-charge = compiled(_charge) or _charge
+charge = compiled(_charge)
 
 
 def preset(name: str, page_tokens: int = 16, dense_layers: int = 2) -> Roofline:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from entropic_ctl.compiled import compiled
+from entropic_ctl.compiled import ENABLED, compiled
 from entropic_ctl.signals import FloatArray, IntArray
 
 __all__ = ["StepLoad", "measure", "total"]
@@ -71,7 +71,7 @@ def measure(
     protected_tokens : int
         A row with less context has only pages that are always read: it counts as dense.
     """
-    if sums_loop is not None:
+    if ENABLED:
         return StepLoad(n_tokens.shape[0], *sums_loop(context, n_tokens, samples, theta, kept, protected_tokens))
     decode = samples & (n_tokens == 1)
     pruned = decode & (theta > 0) & (context >= protected_tokens)

@@ -137,10 +137,10 @@ class Replica:
             self._take_in()
             if stretch is not None and (loop.live or loop.backlog):
                 upcoming = work.next_s()
-                steps, finished = stretch.run(math.inf if upcoming is None else upcoming)
+                steps, gone = stretch.run(math.inf if upcoming is None else upcoming)
                 if steps:
                     yield self._until(clock.now_s)
-                    for finish in finished:
+                    for finish in gone:
                         self._leave(finish)
                     self.iterations += steps
                     self._idle = self._redone = 0

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from entropic_ctl.bank import Bank
-from entropic_ctl.compiled import compiled
+from entropic_ctl.compiled import compiled, faster
 from entropic_ctl.config import LawSpec
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.base import PruningConfig
@@ -60,8 +60,8 @@ class Response:
     def __init__(self, bank: Bank) -> None:
         self._meta = bank.meta
         nats = -np.log1p(-np.minimum(bank.certificate_max, 1.0 - 1e-12))
-        columns = {"certificate_nats": nats}
-        table = np.stack([columns.get(name, getattr(bank, name, None)) for name in Responses._fields])  # (7, C, A)
+        columns = vars(bank) | {"certificate_nats": nats}
+        table = np.stack([columns[name] for name in Responses._fields])  # (7, C, A)
         dense = np.zeros((table.shape[0], 1, bank.theta.shape[0]))
         dense[0] = 1.0
         self._context = np.concatenate(([0.0], bank.context))
@@ -195,4 +195,4 @@ def bilinear_loop(
     return out, beyond, inside
 
 
-_look_up = bilinear_loop or _bilinear
+_look_up = faster(bilinear_loop, _bilinear)

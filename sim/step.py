@@ -92,7 +92,7 @@ class StepModel:
         view = self.trajectories.view(at, shift)
         tempered = temper(view)
         self.trajectories.advance(ids, tempered.temperature)
-        finished = ()
+        finished: tuple[Finish, ...] = ()
         if np.count_nonzero(last):
             finished = tuple(Finish(int(i), FinishReason.EOS) for i in ids[last])
         return StepResult(

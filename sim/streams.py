@@ -10,7 +10,7 @@ import hashlib
 
 import numpy as np
 
-__all__ = ["stream"]
+__all__ = ["repeat_seeds", "stream"]
 
 
 def stream(seed: int, name: str) -> np.random.Generator:
@@ -28,3 +28,18 @@ def stream(seed: int, name: str) -> np.random.Generator:
     """
     words = np.frombuffer(hashlib.sha256(name.encode()).digest()[:16], "<u4")
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=tuple(int(word) for word in words)))
+
+
+def repeat_seeds(root: int, repeats: int) -> list[int]:
+    """Return one root seed per repeat; every arm of a comparison uses the same list.
+
+    Seed r does not depend on ``repeats``, so more repeats extend an experiment without changing its first ones.
+
+    Parameters
+    ----------
+    root : int
+        Root seed, >= 0.
+    repeats : int
+    """
+    children = np.random.SeedSequence(root).spawn(repeats)
+    return [int(child.generate_state(1, np.uint32)[0]) for child in children]

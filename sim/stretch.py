@@ -323,10 +323,14 @@ class Stretch:
     model : StepModel
     metrics : Metrics
     clock : Clock
+    constants : RooflineConstants
     """
 
-    def __init__(self, loop: Loop, model: StepModel, metrics: Metrics, clock: Clock) -> None:
+    def __init__(
+        self, loop: Loop, model: StepModel, metrics: Metrics, clock: Clock, constants: RooflineConstants
+    ) -> None:
         self._loop, self._model, self._metrics, self._clock = loop, model, metrics, clock
+        self._constants = constants
         self._live = self._rows = np.empty(0, np.int64)  # the last live set, and the rows of its accounts
         batcher, rules, places = loop.batcher, loop.policy, model.trajectories
         t, pages, engine = batcher.slots, batcher.pages, batcher.engine
@@ -347,7 +351,7 @@ class Stretch:
             _FEEDBACK if isinstance(micro, feedback.Feedback) else _FIXED, gains, bounds,
             _BUDGET if isinstance(meso, budget.Budget) else _OFF, band, rules.scheduling.config.reduction_weight,
         )  # fmt: skip
-        self._world = _World(*places.columns, *places.response.columns)
+        self._world = _World(*(*places.columns, *places.response.columns))
         self._limits = _Limits(
             engine.page_tokens, engine.max_batch_tokens, engine.prefill_chunk, batcher.scheduling.wait_limit_steps,
             model.protected_tokens, metrics.target_nats, metrics.filter_weight,
@@ -356,17 +360,24 @@ class Stretch:
     @staticmethod
     def of(loop: Loop, model: StepModel, collector: Collector, clock: Clock) -> Stretch | None:
         """Return the stretches of a replica, or None where it has to take single steps."""
-        if not (ENABLED and type(loop) is Loop and type(collector) is Metrics and collector.plain and loop.plain):
+        cost = model.cost
+        if not (
+            ENABLED
+            and isinstance(cost, Roofline)
+            and type(loop) is Loop
+            and type(collector) is Metrics
+            and collector.plain
+            and loop.plain
+        ):
             return None
         rules, micro = loop.policy, loop.policy.temperature
         known = (
-            isinstance(model.cost, Roofline)
-            and rules.observation_lag == 0
+            rules.observation_lag == 0
             and not rules.always_greedy
             and (type(micro) is fixed.Fixed or (type(micro) is feedback.Feedback and micro.config.phi == "linear"))
             and type(rules.pruning) in (off.Off, budget.Budget)
         )
-        return Stretch(loop, model, collector, clock) if known else None
+        return Stretch(loop, model, collector, clock, cost.constants) if known else None
 
     def run(self, until_s: float) -> tuple[int, list[Finish]]:
         """Run iterations that start before ``until_s``, up to the first in which somebody leaves.
@@ -386,7 +397,7 @@ class Stretch:
         loop, metrics, clock, model = self._loop, self._metrics, self._clock, self._model
         batcher, places = loop.batcher, model.trajectories
         loop.admit()
-        if not batcher.plain or _run_loop is None:
+        if not batcher.plain:
             return 0, []
         if batcher.newcomers.shape[0]:
             metrics.admitted(batcher.newcomers, clock.now_s)
@@ -402,7 +413,7 @@ class Stretch:
         )  # fmt: skip
         steps, why, after, ended, by_text = _run_loop(
             slots.live, self._rows, until_s, pool.remembered_pages, metrics.live, self._slots, self._laws,
-            self._world, model.cost.constants, self._limits, before, metrics.sums, metrics.gaps.counts, table,
+            self._world, self._constants, self._limits, before, metrics.sums, metrics.gaps.counts, table,
             metrics.steps,
         )  # fmt: skip
         if why != _PLANNED:

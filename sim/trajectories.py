@@ -38,7 +38,7 @@ import numpy.typing as npt
 from entropic_ctl import bank as banks
 from entropic_ctl.arrays import log
 from entropic_ctl.bank import Bank
-from entropic_ctl.compiled import compiled
+from entropic_ctl.compiled import compiled, faster
 from entropic_ctl.config import LoopConfig
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FloatArray, IntArray
@@ -175,7 +175,7 @@ def hermite_loop(
     return H, V, inside
 
 
-_hermite = hermite_loop or _hermite_columns
+_hermite = faster(hermite_loop, _hermite_columns)
 
 
 class Trajectories:
@@ -383,7 +383,7 @@ def select_loop(
     return at, last, clamped
 
 
-_select = select_loop or _select_columns
+_select = faster(select_loop, _select_columns)
 
 
 def _index(bank: Bank) -> tuple[IntArray, FloatArray]:

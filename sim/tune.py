@@ -1,243 +1,279 @@
-r"""A thin tuner: two or three gains of a loop, searched inside the ranges the caller states, on the simulator.
+r"""Tuning on the simulator: one cost or several, gains and laws, inside the certified range, over shared seeds.
 
-Every trial replays the same workload with the same random numbers (one root seed), so differences between trials are
-due to the gains. The search is Optuna's tree-structured Parzen estimator with a fixed seed; the configuration as given
-is evaluated first, so the result is never worse than it on this workload.
+Every trial runs the same repeats (root seeds) as the configuration as given, so differences between trials are due to
+their settings, and every cost is a paired comparison with it. The given configuration is trial 0 and costs 0; the
+result is therefore never worse than it on these seeds. The search is Optuna's tree-structured Parzen estimator
+(Bergstra et al. 2011; several objectives: Ozaki et al. 2022) or NSGA-II (Deb et al. 2002), seeded.
 
-The default objective (ours, lower is better, 0 for the configuration as given) adds three logarithmic or linear costs::
+Which trial is best: the one with the lowest weighted sum of mean costs (default weights 1)::
 
-    J = ln(L / L_0) + (KL - KL_0) / 0.01 nats + ln(E / E_0) / 2
+    J = sum_j w_j mean_r cost_j(trial, r)
 
-with L the normalised latency (sum of end-to-end times over sum of output tokens, so that shorter texts do not count as
-speed), KL the recorded divergence per token from dense attention, and E the mean square of the tempered entropy about
-its target. The last term is left out for laws without a target.
+With ``scalar`` the search itself minimises J; otherwise it looks for the Pareto set (no other trial at least as good in
+every mean cost and better in one) and J only picks one member. A minimum over many noisy trials flatters itself: judge
+the choice on fresh seeds (:func:`held_out`).
 
-Certified gains: the caller passes ``gain_limit`` (the supremum of certified gains). A range that leaves (0, gain_limit)
-is refused, and with ``certify`` every trial runs under a verdict of its own.
+Certified gains: a range of ``loop.temperature.gain`` that leaves (0, ``gain_limit``) is refused, and with ``certify``
+every trial runs under a verdict of its own.
+
+Resuming: the sampler is asked and told in a fixed order, and finished runs are read from the journal instead of run
+again, so a resumed search continues exactly as an uninterrupted one.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from entropic_ctl import config_edit
 from entropic_ctl.bank import Bank
-from entropic_ctl.certificates import Verdict
-from entropic_ctl.config import LawSpec, LoopConfig, RunConfig
+from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import BadInputError
-from sim.replica import SimulationResult, simulate
+from sim import objectives as costs
+from sim import runs
+from sim.carry_out import Memory, Records
+from sim.intervals import mean_interval
+from sim.objectives import Objective
+from sim.runs import Certify, Point
+from sim.space import Choice, Dimension
 from sim.trajectories import load_bank
+from sim.tune_space import check_space, settings_of
+from sim.tune_trials import Judged, Search, Trial, TuneResult
+from sim.workers import Inline, Pool
 
-__all__ = ["Gain", "TuneResult", "default_objective", "tune", "with_gains"]
+__all__ = ["SAMPLERS", "held_out", "tune"]
 
-GAIN_FIELD = "temperature.gain"
-KL_SCALE_NATS = 0.01
+SAMPLERS = ("tpe", "nsga2")
 
-Objective = Callable[[SimulationResult, SimulationResult], float]
-"""Maps (result of a trial, result of the configuration as given) to a cost."""
-
-
-@dataclass(frozen=True)
-class Gain:
-    """One number to tune.
-
-    Parameters
-    ----------
-    field : str
-        ``"table.parameter"`` of the loop, for example ``"pruning.theta_nats"``.
-    low, high : float
-        Range, both ends included.
-    log : bool
-        Search in the logarithm.
-    also : tuple of str
-        Further fields that move with it, keeping their ratio to it in the starting loop (not the temperature gain).
-    """
-
-    field: str
-    low: float
-    high: float
-    log: bool = False
-    also: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
-            raise BadInputError("empty range", where="Gain", field=self.field, value=(self.low, self.high))
-        if self.log and self.low <= 0:
-            raise BadInputError("a logarithmic range starts above 0", where="Gain", field=self.field, value=self.low)
+Progress = Callable[[int, int, float], None]
+"""``progress(trials done, trials in all, lowest weighted cost)``."""
 
 
-@dataclass(frozen=True)
-class TuneResult:
-    """The tuned loop, its cost, and one row per trial (columns ``trial``, ``objective`` and one per gain)."""
-
-    loop: LoopConfig
-    objective: float
-    trials: dict[str, np.ndarray]
-
-
-def _place(loop: LoopConfig, field: str) -> tuple[str, str, float]:
-    """Return (table, parameter, present value) of ``"table.parameter"``."""
-    table, _, name = field.partition(".")
-    spec = getattr(loop, table, None)
-    if not isinstance(spec, LawSpec) or name not in {f.name for f in dataclasses.fields(spec.config)}:
-        raise BadInputError(
-            "no such parameter of the loop",
-            where="tune",
-            field=field,
-            allowed="TABLE.PARAMETER of the laws in use",
-            remedy="name a parameter of the law the config selects",
-        )
-    return table, name, float(getattr(spec.config, name))
-
-
-def with_gains(loop: LoopConfig, values: dict[str, float]) -> LoopConfig:
-    """Return the loop with ``"table.parameter"`` fields replaced.
-
-    Raises
-    ------
-    BadInputError
-        If a field does not exist or a value is out of its range.
-    """
-    tables: dict[str, dict[str, float]] = {}
-    for field, value in values.items():
-        table, name, _ = _place(loop, field)
-        tables.setdefault(table, {})[name] = value
-    specs: dict[str, Any] = {}
-    for table, changes in tables.items():
-        spec = getattr(loop, table)
-        specs[table] = LawSpec(spec.name, dataclasses.replace(spec.config, **changes))
-    return dataclasses.replace(loop, **specs)
-
-
-def _moved(loop: LoopConfig, gains: Sequence[Gain], chosen: Sequence[float]) -> dict[str, float]:
-    """Return the fields of a trial: each gain's own, and those that keep their ratio to it."""
-    values = {}
-    for gain, value in zip(gains, chosen, strict=True):
-        values[gain.field] = value
-        present = _place(loop, gain.field)[2]
-        for field in gain.also:
-            if present <= 0:
-                raise BadInputError("no ratio to keep", where="tune", field=gain.field, value=present, allowed="> 0")
-            values[field] = value * (_place(loop, field)[2] / present)
-    return values
-
-
-def _latency(result: SimulationResult) -> float:
-    requests = result.requests
-    tokens = float(requests["output_tokens"].sum())
-    return float(np.nansum(requests["e2e_s"])) / tokens if tokens else math.inf
-
-
-def default_objective(result: SimulationResult, given: SimulationResult) -> float:
-    """Return J of the module, relative to the configuration as given."""
-    divergence = float(result.summary["kl_nats_mean"]) - float(given.summary["kl_nats_mean"])
-    cost = math.log(_latency(result) / _latency(given)) + divergence / KL_SCALE_NATS
-    spread, reference = (
-        result.summary.get("tempered_target_mean_square"),
-        given.summary.get("tempered_target_mean_square"),
-    )
-    if spread and reference:
-        cost += 0.5 * math.log(spread / reference)
-    return cost
-
-
-def _check_gains(gains: Sequence[Gain], gain_limit: float | None) -> None:
-    if not gains:
-        raise BadInputError("nothing to tune", where="tune", field="gains", allowed="at least one Gain")
-    for gain in gains:
-        if GAIN_FIELD in gain.also:
-            raise BadInputError("a certified gain is tuned by itself", where="tune", field=GAIN_FIELD)
-        if gain.field == GAIN_FIELD and gain_limit is not None and not 0 < gain.low <= gain.high < gain_limit:
-            raise BadInputError(
-                "range leaves the certified gains",
-                where="tune",
-                field=gain.field,
-                value=(gain.low, gain.high),
-                allowed=f"inside (0, {gain_limit:.6g})",
-                remedy="narrow the range",
-            )
-
-
-def tune(
-    config: RunConfig,
-    gains: Sequence[Gain],
-    *,
-    trials: int = 20,
-    gain_limit: float | None = None,
-    certify: Callable[[LoopConfig], Verdict] | None = None,
-    objective: Objective = default_objective,
-    bank: Bank | None = None,
-    progress: Callable[[int, int, float], None] | None = None,
-) -> TuneResult:
-    """Search the gains.
-
-    Parameters
-    ----------
-    config : RunConfig
-        Workload, engine, starting loop and root seed; the seed also seeds the search.
-    gains : sequence of Gain
-    trials : int
-        Simulations in all, the configuration as given included; at least 1.
-    gain_limit : float, optional
-        Supremum of certified gains of ``temperature.gain``.
-    certify : callable, optional
-        Returns the verdict under which a loop runs. Without it the trials run uncertified, inside ``gain_limit``.
-    objective : callable
-        Cost of (trial, configuration as given); not finite counts as worst.
-    bank : Bank, optional
-        In place of the configured one; read once for all trials.
-    progress : callable, optional
-        ``progress(trials done, trials in all, best cost)``.
-
-    Raises
-    ------
-    BadInputError
-        If a range or field is wrong, or Optuna is not installed.
-    """
-    _check_gains(gains, gain_limit)
-    if trials < 1:
-        raise BadInputError("out of range", where="tune", field="trials", value=trials, allowed=">= 1")
+@contextlib.contextmanager
+def _quiet() -> Iterator[Any]:
+    """Import Optuna and hold its log to warnings while the block runs."""
     try:
         import optuna
     except ImportError:
         raise BadInputError(
             "Optuna is not installed", where="tune", remedy="pip install 'entropic-ctl[sweep]'"
         ) from None
-    used = load_bank(config.cost.bank) if bank is None else bank
-
-    def run(loop: LoopConfig) -> SimulationResult:
-        verdict = certify(loop) if certify is not None else None
-        return simulate(dataclasses.replace(config, loop=loop), verdict=verdict, uncertified=certify is None, bank=used)
-
-    given = run(config.loop)
-    rows: list[tuple[float, ...]] = [
-        (objective(given, given), *(_place(config.loop, gain.field)[2] for gain in gains)),
-    ]
-    best_loop, best = config.loop, rows[0][0]
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
-        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=config.seed % 2**32, n_startup_trials=5))
-        for done in range(1, trials):
-            trial = study.ask()
-            chosen = [trial.suggest_float(gain.field, gain.low, gain.high, log=gain.log) for gain in gains]
-            loop = with_gains(config.loop, _moved(config.loop, gains, chosen))
-            cost = objective(run(loop), given)
-            cost = cost if math.isfinite(cost) else math.inf
-            study.tell(trial, cost if math.isfinite(cost) else 1e9)
-            rows.append((cost, *chosen))
-            if cost < best:
-                best_loop, best = loop, cost
-            if progress is not None:
-                progress(done + 1, trials, best)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            yield optuna
     finally:
         optuna.logging.set_verbosity(verbosity)
-    table = {"trial": np.arange(len(rows)), "objective": np.array([row[0] for row in rows])}
-    for i, gain in enumerate(gains):
-        table[gain.field] = np.array([row[i + 1] for row in rows])
-    return TuneResult(best_loop, best, table)
+
+
+def _ask(trial: Any, space: Sequence[Dimension], base: RunConfig) -> dict[str, Any]:
+    """Return what the sampler chooses for the dimensions that exist in this trial."""
+    chosen: dict[str, Any] = {}
+    for dimension in sorted(space, key=lambda d: not isinstance(d, Choice)):
+        if isinstance(dimension, Choice):
+            chosen[dimension.field] = trial.suggest_categorical(dimension.field, dimension.values)
+            continue
+        if dimension.only:
+            path, value = dimension.only
+            if chosen.get(path, config_edit.value_of(base, path)) != value:
+                continue
+        suggest = trial.suggest_int if dimension.integer else trial.suggest_float
+        low, high = (math.ceil, math.floor) if dimension.integer else (float, float)
+        chosen[dimension.field] = suggest(dimension.field, low(dimension.low), high(dimension.high), log=dimension.log)
+    return chosen
+
+
+def _point(config: RunConfig, number: int, settings: Mapping[str, Any]) -> Point:
+    try:
+        return Point(number, settings, config_edit.with_fields(config, settings, where=f"trial {number}"))
+    except BadInputError as error:
+        return Point(number, settings, None, error)
+
+
+def _weights(goals: Sequence[Objective], weights: Mapping[str, float] | None) -> np.ndarray:
+    names = [goal.name for goal in goals]
+    for name, value in (weights or {}).items():
+        if name not in names or not (math.isfinite(value) and value >= 0):
+            raise BadInputError("bad weight", where="--weight", field=name, value=value, allowed=f">= 0, of {names}")
+    return np.array([(weights or {}).get(name, 1.0) for name in names])
+
+
+def tune(
+    config: RunConfig,
+    stages: Mapping[str, Sequence[Dimension]] | Sequence[Dimension],
+    *,
+    trials: int = 20,
+    objectives: Sequence[Objective] = (costs.OBJECTIVES["latency"], costs.OBJECTIVES["quality"]),
+    weights: Mapping[str, float] | None = None,
+    scalar: bool = False,
+    sampler: str = "tpe",
+    repeats: int = 1,
+    batch: int = 1,
+    gain_limit: float | None = None,
+    certify: Certify | None = None,
+    bank: Bank | None = None,
+    pool: Pool | None = None,
+    journal: Records | None = None,
+    progress: Progress | None = None,
+) -> TuneResult:
+    """Search.
+
+    Parameters
+    ----------
+    config : RunConfig
+        Workload, engine, starting loop and root seed; the seed also seeds the search.
+    stages : mapping of str to sequence of dimensions, or one sequence
+        Tuned one after the other, each from the best configuration so far, on an equal share of the trials.
+    trials : int
+        Configurations in all, the given one included; at least 1.
+    objectives : sequence of Objective
+    weights : mapping, optional
+        Objective to weight in J, 1 where absent.
+    scalar : bool
+        Search for the lowest J instead of the Pareto set.
+    sampler : str
+        ``tpe`` or ``nsga2``.
+    repeats : int
+        Runs per trial.
+    batch : int
+        Trials proposed at once (they run in parallel with their repeats).
+    gain_limit : float, optional
+        Supremum of certified gains of ``loop.temperature.gain``.
+    certify : callable, optional
+        Returns the verdict under which a configuration runs. Without it trials run uncertified, inside ``gain_limit``.
+    bank : Bank, optional
+        In place of the configured one; for in-process pools.
+    pool : Pool, optional
+        Started, over :func:`sim.runs.run`; this process by default.
+    journal : Records, optional
+        Finished runs are taken from it and added to it.
+    progress : callable, optional
+
+    Raises
+    ------
+    BadInputError
+        If the space or an option is wrong, the given configuration cannot run, or Optuna is not installed.
+    """
+    if not isinstance(stages, Mapping):
+        stages = {"joint": stages}
+    for space in stages.values() or ((),):
+        check_space(config, space, gain_limit)
+    for name, value in (("trials", trials), ("repeats", repeats), ("batch", batch)):
+        if value < 1:
+            raise BadInputError("out of range", where="tune", field=name, value=value, allowed=">= 1")
+    if sampler not in SAMPLERS:
+        raise BadInputError(
+            "no such sampler", where="tune", field="sampler", value=sampler, allowed=", ".join(SAMPLERS)
+        )
+    factors = _weights(objectives, weights)
+    search = Search(
+        config,
+        objectives,
+        repeats,
+        journal if journal is not None else Memory(),
+        pool=pool if pool is not None else Inline(runs.run),
+        certify=certify,
+        uncertified=certify is None,
+        bank=load_bank(config.cost.bank) if bank is None and pool is None else bank,
+    )
+    ((cost, error),) = search.evaluate([Point(0, {}, config)])
+    if error:
+        raise BadInputError(f"the configuration as given cannot be judged: {error}", where="tune")
+    fields = tuple(dimension.field for space in stages.values() for dimension in space)
+    found = [Trial(0, "given", {}, config, cost)]
+    names = tuple(goal.name for goal in objectives)
+
+    def result() -> TuneResult:
+        return TuneResult(tuple(found), names, factors, fields)
+
+    shares = np.diff(np.linspace(1, trials, len(stages) + 1).round().astype(int)).tolist()
+    with _quiet() as optuna:
+        for (stage, space), share in zip(stages.items(), shares, strict=True):
+            base, settled = result().config, dict(result().best.settings)
+            study = optuna.create_study(
+                directions=["minimize"] * (1 if scalar else len(objectives)),
+                sampler=_sampler(optuna, sampler, config.seed, share),
+            )
+            end = len(found) + share
+            while len(found) < end:
+                asked = [study.ask() for _ in range(min(batch, end - len(found)))]
+                points = []
+                for offset, trial in enumerate(asked):
+                    settings = {**settled, **settings_of(config, space, _ask(trial, space, base))}
+                    points.append(_point(config, len(found) + offset, settings))
+                for trial, point, (cost, error) in zip(asked, points, search.evaluate(points), strict=True):
+                    done = Trial(point.id, stage, point.settings, point.config, cost, error)
+                    found.append(done)
+                    if error:
+                        study.tell(trial, state=optuna.trial.TrialState.FAIL)
+                    else:
+                        study.tell(trial, [float(factors @ done.mean)] if scalar else done.mean.tolist())
+                if progress is not None:
+                    progress(len(found), trials, result().objective)
+    return result()
+
+
+def _sampler(optuna: Any, name: str, seed: int, trials: int) -> Any:
+    seed %= 2**32
+    if name == "nsga2":
+        return optuna.samplers.NSGAIISampler(population_size=max(4, min(20, trials // 3)), seed=seed)
+    return optuna.samplers.TPESampler(seed=seed, n_startup_trials=max(5, min(12, trials // 4)))
+
+
+def held_out(
+    config: RunConfig,
+    found: TuneResult,
+    objectives: Sequence[Objective],
+    *,
+    repeats: int,
+    first: int,
+    certify: Certify | None = None,
+    pool: Pool | None = None,
+    bank: Bank | None = None,
+    journal: Records | None = None,
+) -> Judged:
+    """Compare the chosen configuration with the given one on seeds the search has not seen.
+
+    Parameters
+    ----------
+    config : RunConfig
+        As given.
+    found : TuneResult
+    objectives : sequence of Objective
+        Those of the search.
+    repeats, first : int
+        Repeats ``first`` to ``first + repeats - 1``; ``first`` is the search's number of repeats.
+    certify, pool, bank, journal
+        As in :func:`tune`.
+
+    Raises
+    ------
+    BadInputError
+        If a cost is undefined on a fresh seed.
+    """
+    search = Search(
+        config,
+        objectives,
+        repeats,
+        journal if journal is not None else Memory(),
+        pool=pool if pool is not None else Inline(runs.run),
+        certify=certify,
+        uncertified=certify is None,
+        bank=bank,
+    )
+    best = found.best
+    points = [Point(0, {}, config)]
+    if best.number:
+        points.append(Point(best.number, best.settings, best.config))
+    cost, error = search.evaluate(points, first)[-1]
+    if error:
+        raise BadInputError(f"the chosen configuration cannot be judged on fresh seeds: {error}", where="tune")
+    each = {name: mean_interval(row) for name, row in zip(found.objectives, cost, strict=True)}
+    return Judged(each, mean_interval(found.weights @ cost))

@@ -22,7 +22,7 @@ import numpy as np
 
 from entropic_ctl import fields
 from entropic_ctl.arrays import clip, namespace
-from entropic_ctl.compiled import compiled
+from entropic_ctl.compiled import ENABLED, compiled
 from entropic_ctl.signals import Array, FloatArray, LogitView
 from entropic_ctl.temperature.base import TemperatureConfig, TemperatureLaw, clamped_temperature
 
@@ -88,7 +88,7 @@ class Feedback:
             Entropy at the temperature that sampled the accepted token.
         """
         config = self.config
-        if linear_loop is not None and type(u) is np.ndarray and config.phi == "linear":
+        if ENABLED and type(u) is np.ndarray and config.phi == "linear":
             return linear_loop(u, tempered_entropy, *self.constants)
         xp = namespace(u)
         error = xp.astype(tempered_entropy, u.dtype, copy=False) - config.target_nats

@@ -20,7 +20,7 @@ import numpy as np
 
 from entropic_ctl import fields
 from entropic_ctl.arrays import clip, namespace
-from entropic_ctl.compiled import compiled
+from entropic_ctl.compiled import ENABLED, compiled
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.base import PruningConfig, PruningLaw
 from entropic_ctl.signals import Array, FloatArray, IntArray
@@ -112,7 +112,7 @@ class Budget:
             Model entropy of the token just accepted, nats.
         """
         c = self.config
-        if step_loop is not None and type(theta) is np.ndarray:
+        if ENABLED and type(theta) is np.ndarray:
             return step_loop(theta, timer, model_entropy, *self.constants)
         xp = namespace(theta)
         want = self.wanted(model_entropy)
