@@ -13,6 +13,12 @@ each, so that recomputation after a preemption is nobody's debt, and a cached pr
 order governs live requests only, the queue for a slot (``max_live``) before them is first come first served, so a
 flooding client is held back only if ``max_live`` is large. A request without a client is a client of its own.
 
+Fairness: between two clients that both have at least B (seats) live requests, services received since both became
+active differ by at most B (w_in L + w_out q), with prompts of at most L tokens and q the quantum: while one is behind,
+it has all the seats, and one quantum can put it ahead by no more than that. So over *any* interval they differ by at
+most twice as much, as in the paper, where the batch plays the part of the quantum. (Page shortage and the waiting bound
+can override the order.)
+
 Counters outlive requests, but not for ever: the floor to which a client is lifted never falls, so the counter of an
 absent client at or below it is forgotten without any effect. ``clients`` bounds the rest; beyond it the absent clients
 nearest the floor are forgotten first.

@@ -68,6 +68,7 @@ class FeedbackQueue:
                 here = np.isin(self._boosted, view.arrival_order, assume_unique=True)
                 self._boosted, self._before = self._boosted[here], self._before[here]
             row = np.searchsorted(view.arrival_order, self._boosted)
+            attained = attained.copy()
             attained[row] -= self._before
             entry[row] = 0
         level: IntArray = np.maximum(np.searchsorted(self._threshold, attained, side="right"), entry)
