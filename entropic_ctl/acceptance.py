@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,16 +13,15 @@ from entropic_ctl.slots import PageTable, SlotTable
 __all__ = ["Outcome", "limit_finish", "match_tokens", "publish_prompts"]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a step result meant: who left, the slot of each accepted token, the slots that became free.
 
-    ``token_rows`` indexes ``StepResult.token_ids`` (tokens of requests cancelled meanwhile are left out), and
-    ``token_slots[i]`` is the slot of that token. ``distinct`` says that no slot occurs twice for sure.
+    ``token_rows`` indexes ``StepResult.token_ids`` (tokens of requests cancelled meanwhile are left out; None: all of
+    them), and ``token_slots[i]`` is the slot of that token. ``distinct`` says that no slot occurs twice for sure.
     """
 
     finished: tuple[Finish, ...]
-    token_rows: IntArray
+    token_rows: IntArray | None
     token_slots: IntArray
     freed: IntArray
     distinct: bool = False

@@ -8,8 +8,8 @@ A plan is made in this order:
 
 1. admission (:meth:`Batcher.admit`): first come, first served, into free slots; nothing is promised but a slot;
 2. the order (:mod:`entropic_ctl.ordering`), drawn anew when the live set changed, every ``quantum_steps``, when a row
-   becomes overdue and when a protection ends; with quantum 1 that is a full sort every step (while every live row has
-   a seat and pages suffice, the order decides nothing and is not drawn);
+   becomes overdue and when a protection ends; with quantum 1 that is a full sort every step. While every live row can
+   have its seat, tokens and pages, the order decides nothing and is not drawn (:mod:`entropic_ctl.steady`);
 3. a row without pages may start only if the pool has room for all its known tokens beside what started rows still
    need for theirs; the first that does not fit holds back those behind it. Starting never preempts, except for overdue
    rows. So preemption comes from growth, and a preempted row does not come back only to be preempted again;
@@ -38,6 +38,7 @@ from entropic_ctl.scheduling.base import EntropySignals, ScheduleView, Schedulin
 from entropic_ctl.seating import Seating
 from entropic_ctl.signals import Finish, FloatArray, IntArray, Request, StepPlan, StepResult
 from entropic_ctl.slots import PageTable, SlotTable
+from entropic_ctl.steady import accept, advance, seat_all
 
 __all__ = ["Batcher"]
 
@@ -68,7 +69,7 @@ class Batcher:
         self._order: IntArray = _NONE  # slots
         self._group: IntArray = _NONE
         self._protected = np.empty(0, np.bool_)  # by order, after the last plan
-        self._drawn_at = 0
+        self._drawn, self._drawn_at = False, 0
         self._next_event = 0
         self._changed = True  # the live set changed since the last draw
         self._admitted: IntArray = _NONE  # ids that got a slot since the last plan
@@ -185,9 +186,7 @@ class Batcher:
             If the previous plan's result was not observed, or the policy returned NaN.
         """
         self._closed("plan")
-        plan = self._repeat(now_s, theta)
-        if plan is None:
-            plan = self._decide(now_s, score, theta)
+        plan = self._repeat(now_s, theta) or self._seat_all(now_s, theta) or self._decide(now_s, score, theta)
         self._last = plan
         self._open = plan.ids.shape[0] > 0
         self._step += 1
@@ -198,36 +197,52 @@ class Batcher:
         last, step = self._last, self._step
         if not self._steady or self._changed or last is None or step >= self._next_event:
             return None
-        context = last.context + 1
-        full = last.slots[context == self.pages.count[last.slots] * self.engine.page_tokens]
-        if full.shape[0]:
-            if full.shape[0] > self.pages.pool.available:
-                return None
-            self.pages.grow_one(full)
-        self.slots.last_run[last.slots] = step
-        return StepPlan(
-            step=step,
-            now_s=now_s,
-            ids=last.ids,
-            slots=last.slots,
-            context=context,
-            n_tokens=last.n_tokens,
-            samples=last.samples,
-            greedy=last.greedy,
-            theta_nats=theta[last.slots],
-            n_draft=last.n_draft,
-            paused=last.paused,
-            preempted=_NONE,
-            rejected=(),
-            block_table=self.pages.view,
-            allocated=self.pages.take_log(),
-            pages_used=self.pages.pool.used,
+        pages = self.pages
+        done, context, budget, allocated = advance(
+            last.slots, last.context, step, pages.page_tokens, *pages.columns, self.slots.last_run, theta
         )
+        if not done:
+            return None
+        pages.pool.took(allocated.shape[0])
+        return StepPlan(
+            step, now_s, last.ids, last.slots, context, last.n_tokens, last.samples, last.greedy, budget, last.n_draft,
+            last.paused, _NONE, (), pages.view, allocated, pages_used=pages.pool.used,
+        )  # fmt: skip
+
+    def _seat_all(self, now_s: float, theta: FloatArray) -> StepPlan | None:
+        """Plan a step in which every live row has its seat, tokens and pages; None if something has to be decided."""
+        s, pages, engine, step = self.slots, self.pages, self.engine, self._step
+        if not 0 < s.live.shape[0] <= engine.max_batch or s.hashes:
+            return None
+        limits = step, engine.page_tokens, engine.max_batch_tokens, engine.prefill_chunk
+        done, rows = seat_all(
+            s.live,
+            (*limits, self.scheduling.wait_limit_steps),
+            s.id,
+            s.prompt,
+            s.known,
+            s.cached,
+            s.greedy,
+            (s.last_run, s.protected_until, s.owed),
+            *pages.columns,
+            theta,
+        )
+        if not done:
+            return None
+        pages.pool.took(rows.allocated.shape[0])
+        self._steady, self._changed, self._drawn = rows.decode_only, False, False
+        self._next_event = _NEVER
+        admitted, self._admitted = self._admitted, _NONE
+        return StepPlan(
+            step, now_s, rows.ids, s.live, rows.context, rows.n_tokens, rows.samples, rows.greedy, rows.theta,
+            np.zeros(s.live.shape[0], np.int64), _NONE, _NONE, (), pages.view, rows.allocated, admitted, pages.pool.used,
+        )  # fmt: skip
 
     def _draw(self, score: Score) -> None:
         live, s, step = self.slots.live, self.slots, self._step
         due = step >= self._drawn_at + self.scheduling.quantum_steps or step >= self._next_event
-        if not (due or self._changed) and np.array_equal(s.protected(self._order, step), self._protected):
+        current = self._drawn and not (due or self._changed)
+        if current and np.array_equal(s.protected(self._order, step), self._protected):
             return
         index, self._group = draw_order(
             step,
@@ -239,7 +254,7 @@ class Batcher:
             wait_limit_steps=self.scheduling.wait_limit_steps,
         )
         self._order = live[index]
-        self._drawn_at, self._changed = step, False
+        self._drawn_at, self._drawn, self._changed = step, True, False
 
     def _decide(self, now_s: float, score: Score, theta: FloatArray) -> StepPlan:
         s, table, engine, step = self.slots, self.pages, self.engine, self._step
@@ -323,30 +338,36 @@ class Batcher:
                 allowed=f"{plan.step}" if plan is not None and self._open else "nothing: call plan first",
             )
         s = self.slots
-        here = s.id[plan.slots] == plan.ids
-        sampling = plan.slots[plan.samples]
-        distinct = bool(here.all()) and np.array_equal(result.token_ids, plan.ids[plan.samples])
-        if distinct:
-            token_rows, token_slots = np.arange(sampling.shape[0]), sampling
-            before = s.cached[plan.slots] if s.hashes else _NONE
-            s.cached[plan.slots] = plan.context + plan.n_tokens
-            s.known[sampling] += 1
-        else:
-            token_rows, token_slots = match_tokens(plan, result, s)
-            before = s.cached[plan.slots] if s.hashes else _NONE
-            s.cached[plan.slots[here]] = (plan.context + plan.n_tokens)[here]
-            np.add.at(s.known, token_slots, 1)
-        s.owed[token_slots] = False
+        before = s.cached[plan.slots] if s.hashes else _NONE
+        distinct, token_slots, full = accept(
+            plan.slots, plan.ids, plan.context, plan.n_tokens, plan.samples, result.token_ids,
+            s.id, s.cached, s.known, s.owed, s.stop_at,
+        )  # fmt: skip
+        token_rows = None
+        if not distinct:
+            token_rows, token_slots, full = self._accept_some(plan, result)
         self._open = False
         self.step_s += (0.2 if self.step_s else 1.0) * (result.end_s - result.start_s - self.step_s)
         if s.hashes:
+            here = s.id[plan.slots] == plan.ids
             publish_prompts(s, self.pages, plan.slots[here], before[here])
+        if not (result.finished or full.shape[0]):
+            return Outcome((), token_rows, token_slots, _NONE, distinct)
         finished = [finish for finish in result.finished if finish.id in s.slot_of]
         gone = {finish.id for finish in finished}
-        full = sampling[(s.known[sampling] >= s.stop_at[sampling]) & (s.id[sampling] >= 0)].tolist()
         capacity = admission.capacity_tokens(self.engine)
-        finished += [limit_finish(s, slot, capacity) for slot in full if int(s.id[slot]) not in gone]
+        finished += [limit_finish(s, slot, capacity) for slot in full.tolist() if int(s.id[slot]) not in gone]
         freed = [s.slot_of[finish.id] for finish in finished]
-        if freed:
-            self._remove(freed)
+        self._remove(freed)
         return Outcome(tuple(finished), token_rows, token_slots, np.asarray(freed, np.int64), distinct)
+
+    def _accept_some(self, plan: StepPlan, result: StepResult) -> tuple[IntArray, IntArray, IntArray]:
+        """Book tokens that are not just one for each sampling row: rows of the result, their slots, slots at a limit."""
+        s = self.slots
+        rows, slots = match_tokens(plan, result, s)
+        here = s.id[plan.slots] == plan.ids
+        s.cached[plan.slots[here]] = (plan.context + plan.n_tokens)[here]
+        np.add.at(s.known, slots, 1)
+        s.owed[slots] = False
+        sampling = plan.slots[plan.samples & here]
+        return rows, slots, sampling[s.known[sampling] >= s.stop_at[sampling]]

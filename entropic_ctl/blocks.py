@@ -86,6 +86,15 @@ class BlockPool:
         """Pages held by at least one request."""
         return self.pages - self.available
 
+    @property
+    def columns(self) -> tuple[PageArray, int, PageArray]:
+        """The stack of free pages, how many it holds (the top is the last), and the reference counts."""
+        return self._stack, self._n_free, self._refs
+
+    def took(self, count: int) -> None:
+        """Note that the top ``count`` free pages were taken in place, each with one reference."""
+        self._n_free -= count
+
     def references(self, page: int) -> int:
         """Return how many requests hold ``page``."""
         return int(self._refs[page])

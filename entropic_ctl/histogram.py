@@ -12,13 +12,21 @@ import numpy as np
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FloatArray, IntArray
 
-__all__ = ["RELATIVE_ERROR", "DurationHistogram"]
+__all__ = ["FIRST_PLACE", "PLACES", "RELATIVE_ERROR", "SHIFT", "DurationHistogram"]
 
 _BITS = 6
-_SHIFT = 52 - _BITS
+SHIFT = 52 - _BITS
+"""Bits of a float64 below those that number its bin."""
+
 _LOW, _HIGH = -20, 20  # powers of two: about 1 microsecond to 12 days
 _FIRST = (1023 + _LOW) << _BITS
 _BINS = (_HIGH - _LOW) << _BITS
+
+FIRST_PLACE = _FIRST - 1
+"""Bin number of place 0; place p counts the values with bits >> SHIFT = FIRST_PLACE + p, the ends whatever lies beyond."""
+
+PLACES = _BINS + 2
+"""Number of places."""
 
 RELATIVE_ERROR = 2.0 ** -(_BITS + 1)
 """Largest relative error of a quantile between 2^-20 s and 2^20 s; shorter gaps count as 0, longer as the longest."""
@@ -38,7 +46,7 @@ class DurationHistogram:
     __slots__ = ("counts", "maximum_s")
 
     def __init__(self) -> None:
-        self.counts: IntArray = np.zeros(_BINS + 2, np.int64)
+        self.counts: IntArray = np.zeros(PLACES, np.int64)
         self.maximum_s = 0.0
 
     @property
@@ -50,9 +58,9 @@ class DurationHistogram:
         """Count durations, shape (M,), seconds, >= 0 and not NaN (a negative one would count as the longest)."""
         if values_s.shape[0] == 0:
             return
-        place = (np.ascontiguousarray(values_s, np.float64).view(np.int64) >> _SHIFT) - (_FIRST - 1)
-        np.clip(place, 0, _BINS + 1, out=place)
-        self.counts += np.bincount(place, minlength=_BINS + 2)
+        place = (np.ascontiguousarray(values_s, np.float64).view(np.int64) >> SHIFT) - FIRST_PLACE
+        np.clip(place, 0, PLACES - 1, out=place)
+        self.counts += np.bincount(place, minlength=PLACES)
         self.maximum_s = max(self.maximum_s, float(values_s.max()))
 
     def merge(self, other: DurationHistogram) -> None:
@@ -88,5 +96,5 @@ class DurationHistogram:
             return self.maximum_s
         if place == 0:
             return 0.0
-        edges = (np.array([place, place + 1], np.int64) + (_FIRST - 1)) << _SHIFT
+        edges = (np.array([place, place + 1], np.int64) + FIRST_PLACE) << SHIFT
         return min(float(edges.view(np.float64).mean()), self.maximum_s)

@@ -174,7 +174,7 @@ class Loop:
         slots, rows = outcome.token_slots, outcome.token_rows
         if slots.shape[0]:
             model, tempered = result.model_entropy, result.tempered_entropy
-            if rows.shape[0] < model.shape[0]:
+            if rows is not None:
                 model, tempered = model[rows], tempered[rows]
             greedy = self.batcher.slots.greedy[slots]
             self.policy.observe(slots, model, tempered, greedy, distinct=outcome.distinct)

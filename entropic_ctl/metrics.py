@@ -8,56 +8,71 @@ minus arrival, so TTFT + sum of gaps = E2E whatever was preempted and recomputed
 (tokens - 1), undefined below two tokens. Wait: iterations, and seconds, between two services of a live request (from
 arrival for the first). Requests in = finished + refused + cancelled + live.
 
-Memory. A request costs about 200 bytes for good (percentiles need it), a step nothing once ``max_steps`` is reached
-(neighbouring rows of the steps table are then merged, sums kept), a token nothing unless ``keep_tokens``. Steps go
-into a buffer and are reduced some thousands of rows at a time, so the cost per step is a few array copies.
+Memory. A request costs about 250 bytes for good (percentiles need it), a step nothing once ``max_steps`` is reached
+(neighbouring rows of the steps table are then merged, sums kept), a token nothing unless ``keep_tokens``. The sums are
+those of :mod:`entropic_ctl.accounts`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from entropic_ctl.clock import CostLedger, EntropicClock
+from entropic_ctl.accounts import (
+    FIRST_TOKEN,
+    KEPT,
+    LAST_END,
+    LAST_STEP,
+    LAST_TOKEN,
+    OUTPUT,
+    REQUEST,
+    SCHEDULED,
+    WAIT,
+    WAIT_STEPS,
+    Account,
+    StepTable,
+    book_step,
+    book_tokens,
+)
+from entropic_ctl.clock import CostLedger, Runs
 from entropic_ctl.collectors import Collector
 from entropic_ctl.columns import Columns
 from entropic_ctl.config import SloConfig
 from entropic_ctl.errors import BadInputError
-from entropic_ctl.metrics_buffer import StepBuffer, TokenBuffer
+from entropic_ctl.histogram import DurationHistogram
 from entropic_ctl.metrics_summary import Measured, summarise
 from entropic_ctl.metrics_tables import REASONS, requests_table, steps_table
 from entropic_ctl.signals import Finish, FinishReason, IntArray, Request, StepPlan, StepResult
 
 __all__ = ["Metrics"]
 
-_REQUEST: dict[str, npt.DTypeLike] = {
+_FACTS: dict[str, npt.DTypeLike] = {
     "id": np.int64,
     "status": np.int8,  # index into REASONS; 0 is live
     "prompt_tokens": np.int64,
     "max_new_tokens": np.int64,
     "client": np.int64,
-    "output_tokens": np.int64,
     "preemptions": np.int64,
-    "wait_steps": np.int64,
-    "last_step": np.int64,
     "arrival_s": np.float64,
-    "first_token_s": np.float64,
-    "last_token_s": np.float64,
     "left_s": np.float64,
-    "gap_sum_s": np.float64,
-    "gap_max_s": np.float64,
-    "wait_s": np.float64,
     "admission_wait_s": np.float64,
-    "last_end_s": np.float64,
-    "entropy_n": np.int64,
-    "entropy_sum": np.float64,
-    "tempered_mean": np.float64,
-    "tempered_m2": np.float64,
-    "target_square_sum": np.float64,
 }
+_TOKEN: dict[str, npt.DTypeLike] = {
+    "id": np.int64,
+    "index": np.int64,
+    "time_s": np.float64,
+    "temperature": np.float64,
+    "model_entropy": np.float64,
+    "tempered_entropy": np.float64,
+    "varentropy": np.float64,
+    "theta_nats": np.float64,
+    "kept_fraction": np.float64,
+}
+_NOBODY: IntArray = np.empty(0, np.int64)
 
 
 class Metrics(Collector):
@@ -84,8 +99,8 @@ class Metrics(Collector):
 
     Attributes
     ----------
-    clock : EntropicClock
-        One slot per request, in order of submission.
+    gaps : DurationHistogram
+        Times between consecutive tokens of a request, all requests together.
     ledger : CostLedger
         FLOPs, KV bytes and busy seconds so far.
     """
@@ -106,17 +121,25 @@ class Metrics(Collector):
             raise BadInputError("not a page size", field="page_tokens", value=page_tokens, allowed=">= 1")
         if max_steps < 2:
             raise BadInputError("not a table length", field="max_steps", value=max_steps, allowed=">= 2")
-        self.clock, self.ledger = EntropicClock(weight=filter_weight), CostLedger()
-        self._target, self._pool_pages, self._slo, self._idle_w = target_nats, pool_pages, slo, idle_w
-        self._requests = Columns(_REQUEST)
+        if not 0.0 < filter_weight <= 1.0:
+            raise BadInputError("not a filter weight", field="filter_weight", value=filter_weight, allowed="(0, 1]")
+        self.ledger, self.gaps = CostLedger(), DurationHistogram()
+        self._page, self._weight = page_tokens, filter_weight
+        self._target = math.nan if target_nats is None else target_nats
+        self._pool_pages, self._slo, self._idle_w = pool_pages, slo, idle_w
+        self._facts, self._account = Columns(_FACTS), Account(REQUEST)
         self._row_of_id: dict[int, int] = {}
         self._row_of_slot: IntArray = np.full(64, -1, np.int64)
-        self._ids: IntArray = np.empty(0, np.int64)  # who was served in the last step, and their rows
-        self._rows: IntArray = np.empty(0, np.int64)
+        self._ids: IntArray = _NOBODY  # who was served in the last step, and their rows
+        self._rows: IntArray = _NOBODY
+        self._token_ids: IntArray = _NOBODY  # whose tokens were accepted in it, where in the plan, and their rows
+        self._token_where: Any = slice(None)
+        self._token_rows: IntArray = _NOBODY
         self._n_steps = 0
         self._end_s = 0.0
-        self._steps = StepBuffer(page_tokens, max_steps)
-        self._tokens = TokenBuffer(self._requests, self.clock, target_nats, keep_tokens)
+        self._steps = StepTable(max_steps)
+        self._dense = np.ones(0), np.zeros(0)  # what a step that reports nothing kept and lost
+        self._kept = Columns(_TOKEN) if keep_tokens else None
 
     @property
     def live(self) -> int:
@@ -133,27 +156,22 @@ class Metrics(Collector):
         """
         if request.id in self._row_of_id:
             raise BadInputError("a live request has this id", field="id", value=request.id, allowed="unique ids")
-        row = self._requests.n
+        row = self._facts.n
         self._row_of_id[request.id] = row
-        self._requests.append(
+        self._facts.append(
             1,
             id=request.id,
             prompt_tokens=request.prompt_tokens,
             max_new_tokens=request.max_new_tokens,
             client=request.client,
-            last_step=self._n_steps - 1,
             arrival_s=request.arrival_s,
-            last_end_s=request.arrival_s,
-            gap_sum_s=0.0,
-            gap_max_s=0.0,
-            wait_s=0.0,
             admission_wait_s=0.0,
-            entropy_sum=0.0,
-            tempered_mean=0.0,
-            tempered_m2=0.0,
-            target_square_sum=0.0,
         )
-        self.clock.reserve(row + 1)
+        self._account.reserve(1)
+        self._account.n += 1
+        sums = self._account.sums[row]
+        sums[FIRST_TOKEN] = sums[LAST_TOKEN] = math.nan
+        sums[LAST_STEP], sums[LAST_END] = self._n_steps - 1, request.arrival_s
 
     def refused(self, finish: Finish, now_s: float | None = None) -> None:
         """A request left outside a step: refused on submission, or cancelled.
@@ -170,7 +188,7 @@ class Metrics(Collector):
             self.submitted(Request(finish.id, self._end_s if now_s is None else now_s, 0, 0))
         row = self._row(finish.id)
         if now_s is None:
-            arrival = float(self._requests["arrival_s"][row])
+            arrival = float(self._facts["arrival_s"][row])
             now_s = arrival if finish.reason is FinishReason.REJECTED else max(arrival, self._end_s)
         self._close_seats()
         self._leave(finish, now_s)
@@ -196,26 +214,44 @@ class Metrics(Collector):
         """
         if plan.admitted.shape[0]:
             self._admit(plan.admitted, result.start_s)
-        if not np.array_equal(plan.ids, self._ids):
+        if plan.ids is not self._ids:  # a repeated plan shares its row columns
             self._take_seats(plan, result.start_s)
-        for request_id in plan.preempted.tolist():
-            self._requests["preemptions"][self._row(request_id)] += 1
+        if plan.preempted.shape[0]:
+            for request_id in plan.preempted.tolist():
+                self._facts["preemptions"][self._row(request_id)] += 1
         if result.token_ids.shape[0]:
             self._take_tokens(plan, result)
-        self._steps.add(plan, result, self.live)
-        self.ledger.add(result.flops, result.kv_bytes, result.end_s - result.start_s, result.energy_j)
+        self._take_step(plan, result)
         self._n_steps += 1
         self._end_s = result.end_s
-        leaving = {finish.id: finish for finish in (*plan.rejected, *finished)}
-        if leaving:
+        if plan.rejected or finished:
+            leaving = {finish.id: finish for finish in (*plan.rejected, *finished)}
             self._close_seats()
             for finish in leaving.values():
                 self._leave(finish, result.end_s)
 
+    def _take_step(self, plan: StepPlan, result: StepResult) -> None:
+        rows, live, row = plan.ids.shape[0], self.live, self._steps.next_row()
+        busy_s, used = result.end_s - result.start_s, plan.pages_used
+        self.ledger.add(result.flops, result.kv_bytes, busy_s, result.energy_j)
+        row[:SCHEDULED] = (
+            plan.step, 1.0, result.start_s, result.end_s, rows, result.token_ids.shape[0], live, live - rows,
+            plan.paused.shape[0], plan.preempted.shape[0], used, busy_s, rows * busy_s, used * busy_s,
+            result.kv_bytes, result.flops, result.energy_j,
+        )  # fmt: skip
+        kept, mass, most, nats = result[KEPT]
+        if kept.shape[0] != rows:
+            if self._dense[0].shape[0] != rows:
+                self._dense = np.ones(rows), np.zeros(rows)
+            kept, mass = self._dense
+            most = nats = mass
+        book_step(row, self._page, plan.context, plan.n_tokens, kept, mass, most, nats)
+
     def requests_table(self) -> dict[str, npt.NDArray[Any]]:
         """Return one row per request, in order of submission; undefined values are NaN. See :func:`requests_table`."""
-        self._tokens.flush()
-        return requests_table(self._requests.table(), self.clock, self._target)
+        return requests_table(
+            self._facts.table() | {name: self._account[name].copy() for name in REQUEST}, self._target
+        )
 
     def steps_table(self) -> dict[str, npt.NDArray[Any]]:
         """Return one row per iteration (or per ``steps`` merged ones). See :func:`steps_table`."""
@@ -232,7 +268,11 @@ class Metrics(Collector):
         BadInputError
             If tokens were not kept.
         """
-        return self._tokens.table()
+        if self._kept is None:
+            raise BadInputError(
+                "tokens were not kept", field="keep_tokens", value=False, remedy="pass keep_tokens=True"
+            )
+        return self._kept.table()
 
     def summary(self) -> dict[str, float | int | None]:
         """Return the run's headline numbers, JSON-able; undefined ones are None. See ``METRICS.md``."""
@@ -244,7 +284,7 @@ class Metrics(Collector):
             self.requests_table(),
             self.steps_table(),
             self.ledger,
-            self._tokens.gaps,
+            self.gaps,
             pool_pages=self._pool_pages,
             slo=self._slo,
             idle_w=self._idle_w,
@@ -264,59 +304,93 @@ class Metrics(Collector):
     def _admit(self, ids: IntArray, start_s: float) -> None:
         """Close the account of the wait for a slot; waits for service count from here."""
         rows = np.array([self._row(request_id) for request_id in ids.tolist()])
-        requests = self._requests
-        requests["admission_wait_s"][rows] = np.maximum(start_s - requests["arrival_s"][rows], 0.0)
-        requests["last_step"][rows] = self._n_steps - 1
-        requests["last_end_s"][rows] = start_s
+        facts, sums = self._facts, self._account.sums
+        facts["admission_wait_s"][rows] = np.maximum(start_s - facts["arrival_s"][rows], 0.0)
+        sums[rows, LAST_STEP], sums[rows, LAST_END] = self._n_steps - 1, start_s
 
     def _take_seats(self, plan: StepPlan, start_s: float) -> None:
         """Note who runs from now on, and how long they had waited."""
         self._close_seats()
         if plan.ids.shape[0] == 0:
             return
-        if self._requests.n == 0:
+        if self._facts.n == 0:
             self._row(int(plan.ids[0]))
         top = int(plan.slots.max())
         if top >= self._row_of_slot.shape[0]:
             self._row_of_slot = np.concatenate([self._row_of_slot, np.full(top + 1, -1, np.int64)])
         rows = self._row_of_slot[plan.slots]
-        unknown = (rows < 0) | (self._requests["id"][rows] != plan.ids)
-        for i in np.flatnonzero(unknown | (self._requests["status"][rows] != 0)).tolist():
+        unknown = (rows < 0) | (self._facts["id"][rows] != plan.ids)
+        for i in np.flatnonzero(unknown | (self._facts["status"][rows] != 0)).tolist():
             rows[i] = self._row_of_slot[plan.slots[i]] = self._row(int(plan.ids[i]))
-        waits = self._requests["wait_steps"]
-        waits[rows] = np.maximum(waits[rows], self._n_steps - self._requests["last_step"][rows] - 1)
-        waits_s = self._requests["wait_s"]
-        waits_s[rows] = np.maximum(waits_s[rows], start_s - self._requests["last_end_s"][rows])
-        self._ids, self._rows = plan.ids.copy(), rows
+        sums = self._account.sums
+        sums[rows, WAIT_STEPS] = np.maximum(sums[rows, WAIT_STEPS], self._n_steps - sums[rows, LAST_STEP] - 1)
+        sums[rows, WAIT] = np.maximum(sums[rows, WAIT], start_s - sums[rows, LAST_END])
+        self._ids, self._rows = plan.ids, rows
 
     def _close_seats(self) -> None:
         """Write down when those served in the last step were served last, and forget the seating."""
         if self._rows.shape[0]:
-            self._requests["last_step"][self._rows] = self._n_steps - 1
-            self._requests["last_end_s"][self._rows] = self._end_s
-            self._ids = self._rows = np.empty(0, np.int64)
+            sums = self._account.sums
+            sums[self._rows, LAST_STEP], sums[self._rows, LAST_END] = self._n_steps - 1, self._end_s
+            self._ids = self._rows = self._token_ids = _NOBODY
 
     def _take_tokens(self, plan: StepPlan, result: StepResult) -> None:
-        ids = result.token_ids
-        if np.array_equal(ids, self._ids):
-            where: Any = slice(None)
+        ids, distinct = result.token_ids, True
+        if ids is self._token_ids:
+            where = self._token_where
+        elif np.array_equal(ids, self._ids):
+            where = slice(None)
         else:
             where = np.flatnonzero(plan.samples)
             if not np.array_equal(ids, self._ids[where]):  # speculation: several tokens of one request
+                distinct = False
                 order = np.argsort(self._ids)
                 place = np.searchsorted(self._ids, ids, sorter=order)
                 where = order[np.minimum(place, order.shape[0] - 1)] if order.shape[0] else order
                 if where.shape[0] == 0 or not np.array_equal(self._ids[where], ids):
                     raise BadInputError("a token of a request that did not run", field="token_ids", value=ids.tolist())
-        self._tokens.add(self._rows[where], plan, result, where)
+        if distinct and ids is not self._token_ids:
+            self._token_ids, self._token_where, self._token_rows = ids, where, self._rows[where]
+        self._book(self._token_rows if distinct else self._rows[where], plan, result, where, distinct=distinct)
+
+    def _book(self, rows: IntArray, plan: StepPlan, result: StepResult, where: Any, *, distinct: bool) -> None:
+        """Book the accepted tokens; several of one request (speculation) one after the other."""
+        if self._kept is not None:
+            self._keep(rows, plan, result, where)
+        counts, sums, now_s = self.gaps.counts, self._account.sums, result.end_s
+        model, tempered = result.model_entropy, result.tempered_entropy
+        parts = [(rows, model, tempered)]
+        if not distinct:
+            parts = [(rows[part], model[part], tempered[part]) for part in Runs.of(rows).rounds()]
+        for part in parts:
+            longest = book_tokens(sums, counts, part[0], now_s, *part[1:], self._target, self._weight)
+            self.gaps.maximum_s = max(self.gaps.maximum_s, longest)
+
+    def _keep(self, rows: IntArray, plan: StepPlan, result: StepResult, where: Any) -> None:
+        runs = Runs.of(rows)
+        index: IntArray = np.empty(rows.shape[0], np.int64)
+        index[runs.order] = runs.rank + np.repeat(self._account.sums[runs.keys, OUTPUT].astype(np.int64), runs.lengths)
+        if self._kept is not None:
+            self._kept.append(
+                rows.shape[0],
+                id=self._facts["id"][rows],
+                index=index,
+                time_s=result.end_s,
+                temperature=result.temperature,
+                model_entropy=result.model_entropy,
+                tempered_entropy=result.tempered_entropy,
+                varentropy=result.varentropy,
+                theta_nats=plan.theta_nats[where],
+                kept_fraction=result.kept_fraction[where] if result.kept_fraction.shape[0] else 1.0,
+            )
 
     def _leave(self, finish: Finish, now_s: float) -> None:
         row = self._row(finish.id)
         del self._row_of_id[finish.id]
-        self._requests["status"][row] = REASONS.index(finish.reason)
-        self._requests["left_s"][row] = now_s
-        waited = self._n_steps - int(self._requests["last_step"][row]) - 1
-        waited_s = now_s - float(self._requests["last_end_s"][row])
+        self._facts["status"][row] = REASONS.index(finish.reason)
+        self._facts["left_s"][row] = now_s
+        sums = self._account.sums[row]
+        waited = self._n_steps - sums[LAST_STEP] - 1
         if waited > 0:
-            self._requests["wait_steps"][row] = max(int(self._requests["wait_steps"][row]), waited)
-            self._requests["wait_s"][row] = max(float(self._requests["wait_s"][row]), waited_s)
+            sums[WAIT_STEPS] = max(sums[WAIT_STEPS], waited)
+            sums[WAIT] = max(sums[WAIT], now_s - sums[LAST_END])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from entropic_ctl.clock import EntropicClock
 from entropic_ctl.signals import FinishReason, FloatArray
 
 __all__ = ["REASONS", "Table", "requests_table", "steps_table"]
@@ -26,17 +26,15 @@ def _ratio(numerator: FloatArray, denominator: FloatArray) -> FloatArray:
     return out
 
 
-def requests_table(raw: Mapping[str, npt.NDArray[Any]], clock: EntropicClock, target_nats: float | None) -> Table:
+def requests_table(raw: Mapping[str, npt.NDArray[Any]], target_nats: float) -> Table:
     """Return one row per request; undefined values are NaN.
 
     Parameters
     ----------
     raw : mapping of str to ndarray
         The collector's columns.
-    clock : EntropicClock
-        Keyed by the same rows.
-    target_nats : float, optional
-        H*, for ``tempered_target_mean_square``.
+    target_nats : float
+        H*, for ``tempered_target_mean_square``; NaN for none.
 
     Notes
     -----
@@ -48,8 +46,8 @@ def requests_table(raw: Mapping[str, npt.NDArray[Any]], clock: EntropicClock, ta
     request's own mean, 1 / (n - 1)) and tempered_target_mean_square (mean square about H*), in nats squared.
     """
     rows = raw["id"].shape[0]
-    output = raw["output_tokens"]
-    n = raw["entropy_n"].astype(np.float64)
+    output = raw["output_tokens"].astype(np.int64)
+    n = raw["entropy_n"]
     status = np.array(REASONS)[raw["status"]]
     return {
         "id": raw["id"],
@@ -59,7 +57,7 @@ def requests_table(raw: Mapping[str, npt.NDArray[Any]], clock: EntropicClock, ta
         "max_new_tokens": raw["max_new_tokens"],
         "output_tokens": output,
         "preemptions": raw["preemptions"],
-        "longest_wait_steps": raw["wait_steps"],
+        "longest_wait_steps": raw["wait_steps"].astype(np.int64),
         "longest_wait_s": raw["wait_s"],
         "admission_wait_s": raw["admission_wait_s"],
         "arrival_s": raw["arrival_s"],
@@ -69,14 +67,14 @@ def requests_table(raw: Mapping[str, npt.NDArray[Any]], clock: EntropicClock, ta
         "tpot_s": _ratio(raw["gap_sum_s"], output - 1.0),
         "gap_sum_s": raw["gap_sum_s"],
         "gap_max_s": raw["gap_max_s"],
-        "tau_nats": clock.tau[:rows].copy(),
-        "tau_filtered_nats": clock.tau_filtered[:rows].copy(),
-        "entropy_tokens": raw["entropy_n"],
+        "tau_nats": raw["tau"],
+        "tau_filtered_nats": raw["tau_filtered"],
+        "entropy_tokens": n.astype(np.int64),
         "model_entropy_mean": _ratio(raw["entropy_sum"], n),
         "tempered_entropy_mean": np.where(n > 0, raw["tempered_mean"], np.nan),
         "tempered_variance": _ratio(raw["tempered_m2"], n - 1.0),
         "tempered_target_mean_square": np.full(rows, np.nan)
-        if target_nats is None
+        if math.isnan(target_nats)
         else _ratio(raw["target_square_sum"], n),
     }
 

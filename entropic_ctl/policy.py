@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from array_api_compat import array_namespace, device, to_device
 
+from entropic_ctl.compiled import compiled
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.base import PruningLaw
 from entropic_ctl.scheduling.base import EntropySignals, ScheduleView, SchedulingPolicy
@@ -154,6 +155,8 @@ class Policy:
             packed = np.asarray(to_device(xp.stack(parts), "cpu"), np.float64)
             columns = list(packed)
         temperature, tempered, varentropy, model = columns
+        if not np.count_nonzero(greedy) and _finite(temperature, tempered) and _finite(varentropy, model):
+            return Tempered(temperature, model, tempered, varentropy, np.ones(slots.shape[0], np.bool_))
         valid = np.isfinite(temperature + tempered + varentropy + model)
         if greedy.any():
             valid |= greedy & np.isfinite(model)
@@ -189,10 +192,10 @@ class Policy:
         """
         model_entropy = np.asarray(model_entropy, np.float64)
         tempered_entropy = np.asarray(tempered_entropy, np.float64)
-        use = np.isfinite(model_entropy) & (greedy | np.isfinite(tempered_entropy))
-        if valid is not None:
-            use &= valid
-        if not use.all():
+        if valid is not None or not _finite(model_entropy, tempered_entropy):
+            use = np.isfinite(model_entropy) & (greedy | np.isfinite(tempered_entropy))
+            if valid is not None:
+                use &= valid
             slots, greedy = slots[use], greedy[use]
             model_entropy, tempered_entropy = model_entropy[use], tempered_entropy[use]
         if not distinct and len(set(slots.tolist())) < slots.shape[0]:
@@ -214,7 +217,7 @@ class Policy:
             slots, greedy, model, tempered = slots[ready], greedy[ready], old[ready, 0], old[ready, 1]
             if slots.shape[0] == 0:
                 return
-        if not greedy.any():
+        if not np.count_nonzero(greedy):
             u = self.u[slots]
             after = self.temperature.update(u, tempered)
             if after is not u:
@@ -226,20 +229,63 @@ class Policy:
         wider, later = self.pruning.update(theta, timer, model)
         if wider is not theta or later is not timer:  # a law that is off returns its arguments
             self.theta[slots], self.timer[slots] = wider, later
-        stats, seen = self._stats[slots], self.seen[slots]
-        started = seen > 0
-        last = stats[:, _LAST]
-        weight = self.scheduling.config.reduction_weight
-        drop = np.where(started, np.maximum(last - model, 0.0), 0.0)
-        blend = np.where(seen == 1, 1.0, weight)  # the first reduction is taken whole
-        stats[:, _EWMA] = np.where(started, stats[:, _EWMA] + blend * (drop - stats[:, _EWMA]), 0.0)
-        stats[:, _PRODUCTS] += np.where(started, last * model, 0.0)
-        stats[:, _SUM] += model
-        stats[:, _SQUARES] += model * model
-        stats[:, _FIRST] = np.where(started, stats[:, _FIRST], model)
-        stats[:, _LAST] = model
-        self._stats[slots] = stats
-        self.seen[slots] = seen + 1
+        _count(self._stats, self.seen, slots, model, self.scheduling.config.reduction_weight)
+
+
+def _count_columns(table: FloatArray, count: IntArray, slots: IntArray, model: FloatArray, weight: float) -> None:
+    """Take one entropy of each of these distinct slots into the running statistics (in place)."""
+    stats, seen = table[slots], count[slots]
+    started = seen > 0
+    last = stats[:, _LAST]
+    drop = np.where(started, np.maximum(last - model, 0.0), 0.0)
+    blend = np.where(seen == 1, 1.0, weight)  # the first reduction is taken whole
+    stats[:, _EWMA] = np.where(started, stats[:, _EWMA] + blend * (drop - stats[:, _EWMA]), 0.0)
+    stats[:, _PRODUCTS] += np.where(started, last * model, 0.0)
+    stats[:, _SUM] += model
+    stats[:, _SQUARES] += model * model
+    stats[:, _FIRST] = np.where(started, stats[:, _FIRST], model)
+    stats[:, _LAST] = model
+    table[slots] = stats
+    count[slots] = seen + 1
+
+
+@compiled
+def _count_loop(table: FloatArray, count: IntArray, slots: IntArray, model: FloatArray, weight: float) -> None:
+    """Twin of :func:`_count_columns`."""
+    for i in range(slots.shape[0]):
+        slot, h = slots[i], model[i]
+        row, seen = table[slot], count[slot]
+        if seen > 0:
+            last = row[_LAST]
+            drop = max(last - h, 0.0)
+            row[_EWMA] += (1.0 if seen == 1 else weight) * (drop - row[_EWMA])
+            row[_PRODUCTS] += last * h
+        else:
+            row[_FIRST], row[_EWMA] = h, 0.0
+        row[_SUM] += h
+        row[_SQUARES] += h * h
+        row[_LAST] = h
+        count[slot] = seen + 1
+
+
+_count = _count_loop or _count_columns
+
+
+def _finite_columns(first: FloatArray, second: FloatArray) -> bool:
+    """Return whether every entry of both arrays is finite."""
+    return bool(np.isfinite(first + second).all())
+
+
+@compiled
+def _finite_loop(first: FloatArray, second: FloatArray) -> bool:
+    """Twin of :func:`_finite_columns`."""
+    for i in range(first.shape[0]):  # noqa: SIM110 - compiled: a loop, not a generator
+        if not (np.isfinite(first[i]) and np.isfinite(second[i])):
+            return False
+    return True
+
+
+_finite = _finite_loop or _finite_columns
 
 
 def _rounds(slots: IntArray) -> list[IntArray]:

@@ -114,6 +114,11 @@ class PageTable:
         self.count = np.zeros(engine.max_live, np.int64)
         self._new: list[npt.NDArray[np.int32]] = []
 
+    @property
+    def columns(self) -> tuple[IntArray, PageArray, PageArray, int, PageArray]:
+        """``count``, the writable table, and the pool's free stack with its height and reference counts."""
+        return self.count, self._table, *self.pool.columns
+
     def take_log(self) -> npt.NDArray[np.int32]:
         """Return the (slot, index, page) triples put in the table since the last call, shape (K, 3)."""
         if not self._new:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from entropic_ctl.compiled import compiled
 from entropic_ctl.signals import FloatArray, IntArray
 
 __all__ = ["StepLoad", "measure"]
@@ -57,6 +58,8 @@ def measure(
 ) -> StepLoad:
     """Return the load of one iteration (all arrays of shape (R,), columns as in ``StepPlan``).
 
+    Sums run from the first row to the last (not pairwise), so that the compiled twin gives the same bits.
+
     Parameters
     ----------
     context, n_tokens : IntArray
@@ -68,6 +71,8 @@ def measure(
     protected_tokens : int
         A row with less context has only pages that are always read: it counts as dense.
     """
+    if _sums is not None:
+        return StepLoad(n_tokens.shape[0], *_sums(context, n_tokens, samples, theta, kept, protected_tokens))
     decode = samples & (n_tokens == 1)
     pruned = decode & (theta > 0) & (context >= protected_tokens)
     c, p = context[pruned].astype(np.float64), kept[pruned]
@@ -80,9 +85,44 @@ def measure(
         int(np.count_nonzero(decode)),
         float(context[decode].sum()),
         c.shape[0],
-        float(c.sum()),
-        float(p.sum()),
-        float(np.dot(c, p)),
-        float(cached.sum()),
-        float(np.dot(new, cached + 0.5 * (new + 1.0))),
+        _total(c),
+        _total(p),
+        _total(c * p),
+        _total(cached),
+        _total(new * (cached + 0.5 * (new + 1.0))),
     )
+
+
+def _total(values: FloatArray) -> float:
+    return float(np.cumsum(values)[-1]) if values.shape[0] else 0.0
+
+
+@compiled
+def _sums(
+    context: IntArray,
+    n_tokens: IntArray,
+    samples: npt.NDArray[np.bool_],
+    theta: FloatArray,
+    kept: FloatArray,
+    protected_tokens: int,
+) -> tuple[int, int, int, float, int, float, float, float, float, float]:
+    """Twin of :func:`measure`."""
+    tokens = sampling = decoding = pruned = 0
+    decode_context = pruned_context = pruned_kept = pruned_kept_context = prefill_context = prefill_pairs = 0.0
+    for i in range(n_tokens.shape[0]):
+        n, c = n_tokens[i], float(context[i])
+        tokens += n
+        sampling += samples[i]
+        if samples[i] and n == 1:
+            decoding += 1
+            decode_context += c
+            if theta[i] > 0.0 and context[i] >= protected_tokens:
+                pruned += 1
+                pruned_context += c
+                pruned_kept += kept[i]
+                pruned_kept_context += c * kept[i]
+        else:
+            prefill_context += c
+            prefill_pairs += n * (c + 0.5 * (n + 1.0))
+    sums = pruned_context, pruned_kept, pruned_kept_context, prefill_context, prefill_pairs
+    return tokens, sampling, decoding, decode_context, pruned, *sums

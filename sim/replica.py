@@ -161,7 +161,9 @@ class Replica:
 
     def _take_in(self) -> None:
         """Submit what has arrived. A refusal may release the next request of the same user, hence the loop."""
-        now_s = self.clock.now_s
+        now_s, upcoming = self.clock.now_s, self.workload.next_s()
+        if upcoming is None or upcoming > now_s:
+            return
         while jobs := self.workload.arrived(now_s):
             for job in jobs:
                 self.submitted += 1

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from entropic_ctl.signals import Finish, FinishReason, FloatArray, IntArray, LogitView, StepPlan, StepResult, Tempered
+from entropic_ctl.signals import Finish, FinishReason, FloatArray, LogitView, StepPlan, StepResult, Tempered
 from sim.clock import Clock
 from sim.cost import CostModel
 from sim.load import measure
@@ -44,7 +44,8 @@ class StepModel:
         self.kl_sum, self.decode_tokens = 0.0, 0
         self._last: StepPlan | None = None
         self._ids, self._decoding = np.empty(0, np.int64), 0
-        self._decode, self._dense = np.empty(0, np.bool_), (np.empty(0), np.empty(0))
+        self._decode, self._tokens = np.empty(0, np.bool_), np.empty(0, np.int64)
+        self._dense: FloatArray = np.empty((2, 0))
 
     def run(self, plan: StepPlan, temper: Temper, clock: Clock) -> StepResult:
         """Return what a plan costs and yields, and move the clock to the end of the step.
@@ -61,11 +62,14 @@ class StepModel:
             self._ids = plan.ids[plan.samples]  # a repeated plan shares its row columns
             self._decode = plan.samples & (plan.n_tokens == 1)
             self._decoding = int(np.count_nonzero(self._decode))
-            self._dense = np.ones(plan.n_rows), np.zeros(plan.n_rows)
+            self._dense = np.stack([np.ones(plan.n_rows), np.zeros(plan.n_rows)])
+            self._tokens = np.full(self._ids.shape[0], -1, np.int64)
         self._last = plan
         samples, ids = plan.samples, self._ids
-        kept, mean, worst, nats, theta, shift = self._prune(plan)
-        load = measure(plan.context, plan.n_tokens, samples, theta, kept, protected_tokens=self._protected_tokens)
+        kept, mean, worst, nats, shift = self._prune(plan)
+        load = measure(
+            plan.context, plan.n_tokens, samples, plan.theta_nats, kept, protected_tokens=self._protected_tokens
+        )
         charge = self.cost.step(load)
         start_s = clock.now_s
         end_s = clock.advance(charge.seconds)
@@ -88,13 +92,15 @@ class StepModel:
         view = self.trajectories.view(at, shift)
         tempered = temper(view)
         self.trajectories.advance(ids, tempered.temperature)
-        finished = tuple(Finish(int(i), FinishReason.EOS) for i in ids[last]) if last.any() else ()
+        finished = ()
+        if np.count_nonzero(last):
+            finished = tuple(Finish(int(i), FinishReason.EOS) for i in ids[last])
         return StepResult(
             plan.step,
             start_s,
             end_s,
             ids,
-            np.full(ids.shape[0], -1, np.int64),
+            self._tokens,
             tempered.temperature,
             tempered.model_entropy,
             tempered.tempered_entropy,
@@ -109,28 +115,13 @@ class StepModel:
             charge.energy_j,
         )
 
-    def _prune(
-        self, plan: StepPlan
-    ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray, FloatArray | None]:
-        """Return per row: kept share, mass bounds (mean, max), certificate in nats, effective theta, entropy shift."""
-        theta, (ones, zeros) = plan.theta_nats, self._dense
+    def _prune(self, plan: StepPlan) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray | None]:
+        """Return per row: kept share, mass bounds (mean, max), certificate in nats, entropy shift (None: nobody's)."""
         self.decode_tokens += self._decoding
-        if not theta.any():
-            return ones, zeros, zeros, zeros, theta, None
-        if self._decoding == theta.shape[0] and theta.all():  # the steady state: every row is pruned
-            response = self.trajectories.response(plan.context, theta)
-            kept, mean, worst, shift = (
-                response.kept,
-                response.certificate_mean,
-                response.certificate_max,
-                response.entropy_shift,
-            )
-        else:
-            theta = np.where(self._decode, theta, 0.0)
-            pruned: IntArray = np.flatnonzero(theta)
-            response = self.trajectories.response(plan.context[pruned], theta[pruned])
-            kept, mean, worst, shift = ones.copy(), zeros.copy(), zeros.copy(), zeros.copy()
-            kept[pruned], mean[pruned] = response.kept, response.certificate_mean
-            worst[pruned], shift[pruned] = response.certificate_max, response.entropy_shift
+        if not np.count_nonzero(plan.theta_nats):
+            ones, zeros = self._dense
+            return ones, zeros, zeros, zeros, None
+        response = self.trajectories.response(plan.context, plan.theta_nats, self._decode)
         self.kl_sum += float(response.kl.sum())
-        return kept, mean, worst, -np.log1p(-np.minimum(worst, 1.0 - 1e-12)), theta, shift
+        kept, mean, worst, nats, _, _, shift = response
+        return kept, mean, worst, nats, shift

@@ -36,12 +36,15 @@ import numpy.typing as npt
 
 from entropic_ctl import bank as banks
 from entropic_ctl.bank import Bank
+from entropic_ctl.compiled import compiled
 from entropic_ctl.config import LoopConfig
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FloatArray, IntArray
 from sim.response import Response, cell
 
 __all__ = ["BankView", "Trajectories", "load_bank"]
+
+Table = npt.NDArray[np.float32]
 
 _SLACK = 1e-9
 """Relative distance by which a temperature may miss the grid (exp of a log) before it is an error."""
@@ -67,26 +70,27 @@ class BankView:
     Parameters
     ----------
     model_entropy : FloatArray, shape (M,)
-    entropy, varentropy : FloatArray, shape (M, G)
-        On the grid, for each row.
+    entropy, varentropy : float32 array, shape (N, G)
+        On the grid, for each token of the bank.
     log_grid : FloatArray, shape (G,)
+    at : IntArray, shape (M,)
+        Which token each row shows.
     shift : FloatArray, shape (M,), or None
         Added to both entropies (response to pruning).
     """
 
-    __slots__ = ("_H", "_V", "_flat", "_grid", "_model", "_shift")
+    __slots__ = ("_H", "_V", "_at", "_grid", "_model", "_shift")
 
     def __init__(
         self,
         model_entropy: FloatArray,
-        entropy: FloatArray,
-        varentropy: FloatArray,
+        entropy: Table,
+        varentropy: Table,
         log_grid: FloatArray,
+        at: IntArray,
         shift: FloatArray | None = None,
     ) -> None:
-        rows, points = entropy.shape
-        self._H, self._V, self._grid, self._shift = entropy.ravel(), varentropy.ravel(), log_grid, shift
-        self._flat = np.arange(0, rows * points, points)
+        self._H, self._V, self._grid, self._at, self._shift = entropy, varentropy, log_grid, at, shift
         self._model = model_entropy if shift is None else np.maximum(model_entropy + shift, 0.0)
 
     @property
@@ -102,9 +106,9 @@ class BankView:
         BadInputError
             If a temperature lies outside the recorded grid.
         """
-        u = np.log(temperature)
         grid = self._grid
-        if u.size and not (u.min() >= grid[0] - _SLACK and u.max() <= grid[-1] + _SLACK):
+        entropy, varentropy, inside = _hermite(self._H, self._V, grid, self._at, np.log(temperature))
+        if not inside:
             raise BadInputError(
                 "temperature outside the recorded grid",
                 where="entropy bank",
@@ -112,21 +116,64 @@ class BankView:
                 value=[float(temperature.min()), float(temperature.max())],
                 allowed=f"[{np.exp(grid[0]):g}, {np.exp(grid[-1]):g}]",
             )
-        j = cell(grid, u)
-        left, at = grid[j], self._flat + j
-        width = grid[j + 1] - left
-        h0 = self._H[at]
-        s = np.minimum(np.maximum((u - left) / width, 0.0), 1.0)
-        rise = np.maximum(self._H[at + 1] - h0, 0.0)
-        top = 3.0 * rise
-        m0 = np.minimum(self._V[at] * width, top)
-        m1 = np.minimum(self._V[at + 1] * width, top)
-        a, b = m0 + m1 - 2.0 * rise, top - 2.0 * m0 - m1  # H = h0 + s (m0 + s (b + s a))
-        entropy = h0 + s * (m0 + s * (b + s * a))
-        varentropy = np.maximum(m0 + s * (2.0 * b + 3.0 * s * a), 0.0) / width
         if self._shift is not None:
             entropy = np.maximum(entropy + self._shift, 0.0)
         return entropy, varentropy
+
+
+def _hermite_columns(
+    entropy: Table, varentropy: Table, grid: FloatArray, at: IntArray, u: FloatArray
+) -> tuple[FloatArray, FloatArray, bool]:
+    """Return (H, V) at u = ln T of the token rows ``at``, and whether every u lies on the grid.
+
+    Parameters
+    ----------
+    entropy, varentropy : float32 array, shape (N, G)
+    grid : FloatArray, shape (G,)
+        ln T.
+    at : IntArray, shape (M,)
+    u : FloatArray, shape (M,)
+    """
+    j = cell(grid, u)
+    left = grid[j]
+    width = grid[j + 1] - left
+    h0 = entropy[at, j].astype(np.float64)
+    s = np.minimum(np.maximum((u - left) / width, 0.0), 1.0)
+    rise = np.maximum(entropy[at, j + 1] - h0, 0.0)
+    top = 3.0 * rise
+    m0 = np.minimum(varentropy[at, j] * width, top)
+    m1 = np.minimum(varentropy[at, j + 1] * width, top)
+    a, b = m0 + m1 - 2.0 * rise, top - 2.0 * m0 - m1  # H = h0 + s (m0 + s (b + s a))
+    inside = bool(((u >= grid[0] - _SLACK) & (u <= grid[-1] + _SLACK)).all())
+    return h0 + s * (m0 + s * (b + s * a)), np.maximum(m0 + s * (2.0 * b + 3.0 * s * a), 0.0) / width, inside
+
+
+@compiled
+def _hermite_loop(
+    entropy: Table, varentropy: Table, grid: FloatArray, at: IntArray, u: FloatArray
+) -> tuple[FloatArray, FloatArray, bool]:
+    """Twin of :func:`_hermite_columns`."""
+    rows, inside = at.shape[0], True
+    H, V = np.empty(rows), np.empty(rows)
+    for r in range(rows):
+        j, k = 0, at[r]
+        inside &= u[r] >= grid[0] - _SLACK and u[r] <= grid[-1] + _SLACK
+        while j < grid.shape[0] - 2 and grid[j + 1] <= u[r]:
+            j += 1
+        width = grid[j + 1] - grid[j]
+        h0 = np.float64(entropy[k, j])
+        s = min(max((u[r] - grid[j]) / width, 0.0), 1.0)
+        rise = max(np.float64(entropy[k, j + 1]) - h0, 0.0)
+        top = 3.0 * rise
+        m0 = min(np.float64(varentropy[k, j]) * width, top)
+        m1 = min(np.float64(varentropy[k, j + 1]) * width, top)
+        a, b = m0 + m1 - 2.0 * rise, top - 2.0 * m0 - m1
+        H[r] = h0 + s * (m0 + s * (b + s * a))
+        V[r] = max(m0 + s * (2.0 * b + 3.0 * s * a), 0.0) / width
+    return H, V, inside
+
+
+_hermite = _hermite_loop or _hermite_columns
 
 
 class Trajectories:
@@ -156,7 +203,8 @@ class Trajectories:
         self._table, temperatures = _index(bank)
         self._log_recorded = np.log(temperatures)
         self._start, self._length = bank.offset[:-1], np.diff(bank.offset)
-        self._prompt, self._xi, self._ends = prompt, xi, ends
+        self._may_end = bank.ended & ends  # a recording whose end ends a request
+        self._prompt, self._xi = prompt, xi
         self._lowest = float(temperatures[0])  # what a greedy token counts as
         base = temperatures[0] if base_temperature <= 0 else base_temperature
         self._u = np.full(prompt.shape[0], np.log(base))
@@ -171,47 +219,18 @@ class Trajectories:
 
     def select(self, ids: IntArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:
         """Return (row of the bank's token tables, whether this token is its text's last) for each request, (M,)."""
-        u, recorded = self._u[ids], self._log_recorded
-        if recorded.shape[0] > 1:
-            j = cell(recorded, u)
-            left = recorded[j]
-            weight = (u - left) / (recorded[j + 1] - left)
-            if weight.size and (weight.min() < -_SLACK or weight.max() > 1 + _SLACK):
-                self.clamped_tokens += int(np.count_nonzero((weight < -_SLACK) | (weight > 1 + _SLACK)))
-            column = j + (self._xi[ids] < weight)
-        else:
-            column = np.zeros(ids.shape[0], np.int64)
-        k = self._table[self._prompt[ids], column]
-        token, length = self._token[ids], self._length[k]
-        if not self._ends:
-            return self._start[k] + token % length, np.zeros(ids.shape[0], np.bool_)
-        own_end = self.bank.ended[k]
-        over = own_end & (token >= length)
-        if over.any():
-            k[over] = self._still_going(self._prompt[ids[over]], token[over], u[over])
-            length, own_end = self._length[k], self.bank.ended[k]
-        place = np.where(own_end, np.minimum(token, length - 1), token % length)
-        return self._start[k] + place, own_end & (token + 1 >= length)
-
-    def _still_going(self, prompt: IntArray, token: IntArray, u: FloatArray) -> IntArray:
-        """Return the recording nearest in ln T that is not over at ``token``, or the nearest if all are."""
-        choices: IntArray = self._table[prompt]
-        over = self.bank.ended[choices] & (token[:, None] >= self._length[choices])
-        distance = np.abs(self._log_recorded - u[:, None])
-        nearest = np.where(over & ~over.all(axis=1, keepdims=True), np.inf, distance).argmin(axis=1)
-        chosen: IntArray = choices[np.arange(prompt.shape[0]), nearest]
-        return chosen
+        at, last, clamped = _select(
+            self._log_recorded, self._table, self._start, self._length, self._may_end, self._prompt[ids],
+            self._xi[ids], self._token[ids], self._u[ids],
+        )  # fmt: skip
+        self.clamped_tokens += clamped
+        return at, last
 
     def view(self, at: IntArray, shift: FloatArray | None = None) -> BankView:
         """Return the distributions at the token rows ``at`` (from :meth:`select`), shifted by pruning."""
         bank = self.bank
-        return BankView(
-            bank.model_entropy[at].astype(np.float64),
-            bank.entropy_grid[at].astype(np.float64),
-            bank.varentropy_grid[at].astype(np.float64),
-            self._log_grid,
-            shift,
-        )
+        model = bank.model_entropy[at].astype(np.float64)
+        return BankView(model, bank.entropy_grid, bank.varentropy_grid, self._log_grid, at, shift)
 
     def advance(self, ids: IntArray, temperature: FloatArray) -> None:
         """Record that each request accepted one token, sampled at ``temperature`` (0 for greedy), shape (M,)."""
@@ -250,6 +269,90 @@ class Trajectories:
                     allowed=f"[0, {top:g}] nats",
                     remedy="lower it or record a wider bank",
                 )
+
+
+def _select_columns(
+    recorded: FloatArray,
+    table: IntArray,
+    start: IntArray,
+    length: IntArray,
+    ends: npt.NDArray[np.bool_],
+    prompt: IntArray,
+    xi: FloatArray,
+    token: IntArray,
+    u: FloatArray,
+) -> tuple[IntArray, npt.NDArray[np.bool_], int]:
+    """Return (row of the bank's token tables, whether it is the text's last) and how many u were off the recorded ones.
+
+    Parameters
+    ----------
+    recorded : FloatArray, shape (J,)
+        ln of the recorded temperatures.
+    table : IntArray, shape (P, J)
+        Recording of each prompt at each temperature.
+    start, length : IntArray, shape (K,)
+        Where each recording's tokens lie.
+    ends : bool array, shape (K,)
+        Recordings whose end is an end of text.
+    prompt, token : IntArray, shape (M,)
+    xi, u : FloatArray, shape (M,)
+    """
+    column, clamped = np.zeros(u.shape[0], np.int64), 0
+    if recorded.shape[0] > 1:
+        j = cell(recorded, u)
+        weight = (u - recorded[j]) / (recorded[j + 1] - recorded[j])
+        clamped = int(np.count_nonzero((weight < -_SLACK) | (weight > 1 + _SLACK)))
+        column = j + (xi < weight)
+    k = table[prompt, column]
+    over = ends[k] & (token >= length[k])
+    if over.any():  # the nearest in ln T that is still going, or the nearest if none is
+        choices = table[prompt[over]]
+        done = ends[choices] & (token[over][:, None] >= length[choices])
+        distance = np.abs(recorded - u[over][:, None])
+        nearest = np.where(done & ~done.all(axis=1, keepdims=True), np.inf, distance).argmin(axis=1)
+        k[over] = choices[np.arange(nearest.shape[0]), nearest]
+    place = np.where(ends[k], np.minimum(token, length[k] - 1), token % length[k])
+    return start[k] + place, ends[k] & (token + 1 >= length[k]), clamped
+
+
+@compiled
+def _select_loop(
+    recorded: FloatArray,
+    table: IntArray,
+    start: IntArray,
+    length: IntArray,
+    ends: npt.NDArray[np.bool_],
+    prompt: IntArray,
+    xi: FloatArray,
+    token: IntArray,
+    u: FloatArray,
+) -> tuple[IntArray, npt.NDArray[np.bool_], int]:
+    """Twin of :func:`_select_columns`."""
+    rows, choices, clamped = u.shape[0], recorded.shape[0], 0
+    at, last = np.empty(rows, np.int64), np.empty(rows, np.bool_)
+    for r in range(rows):
+        j, i = 0, token[r]
+        if choices > 1:
+            while j < choices - 2 and recorded[j + 1] <= u[r]:
+                j += 1
+            weight = (u[r] - recorded[j]) / (recorded[j + 1] - recorded[j])
+            clamped += weight < -_SLACK or weight > 1 + _SLACK
+            j += xi[r] < weight
+        k = table[prompt[r], j]
+        if ends[k] and i >= length[k]:
+            best, going = np.inf, False
+            for c in range(choices):
+                candidate = table[prompt[r], c]
+                alive = not (ends[candidate] and i >= length[candidate])
+                distance = abs(recorded[c] - u[r])
+                if (alive and not going) or (alive == going and distance < best):
+                    k, best, going = candidate, distance, alive
+        place = min(i, length[k] - 1) if ends[k] else i % length[k]
+        at[r], last[r] = start[k] + place, ends[k] and i + 1 >= length[k]
+    return at, last, clamped
+
+
+_select = _select_loop or _select_columns
 
 
 def _index(bank: Bank) -> tuple[IntArray, FloatArray]:

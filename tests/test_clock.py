@@ -129,10 +129,17 @@ def test_uniform_noise_attains_the_white_bound() -> None:
 
 def test_ledger_and_efficiency() -> None:
     ledger = CostLedger()
-    assert ledger.efficiency(3.0) == {"tau_per_flop": None, "tau_per_kv_byte": None, "tau_per_second": None}
+    assert ledger.efficiency(3.0) == dict.fromkeys(
+        ("tau_per_flop", "tau_per_kv_byte", "tau_per_second", "tau_per_joule")
+    )
     ledger.add(100.0, 20.0, 0.5)
     ledger.add(100.0, 0.0, 1.5)
-    assert ledger.efficiency(4.0) == {"tau_per_flop": 0.02, "tau_per_kv_byte": 0.2, "tau_per_second": 2.0}
+    assert ledger.efficiency(4.0) == {
+        "tau_per_flop": 0.02,
+        "tau_per_kv_byte": 0.2,
+        "tau_per_second": 2.0,
+        "tau_per_joule": None,
+    }
     for bad in ((-1.0, 0.0, 0.0), (0.0, math.nan, 0.0), (0.0, 0.0, math.inf)):
         with pytest.raises(BadInputError, match="not a cost"):
             ledger.add(*bad)

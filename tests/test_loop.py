@@ -177,5 +177,6 @@ def test_misuse_is_named() -> None:
         loop.observe(StepResult(plan.step, 0.0, 1.0, token_ids=plan.ids))
     nan = make(EngineConfig(max_batch=1), macro=Scored(lambda v: v.entropy))
     nan.submit(Request(0, 0.0, 4, 1))
+    nan.submit(Request(1, 0.0, 4, 1))  # one seat for two: the order matters
     with pytest.raises(BadInputError, match="NaN score"):
         nan.plan(0.0)

@@ -19,20 +19,28 @@ BANK, _ = make_bank()
 @given(st.floats(0, 20_000), st.floats(0, 0.2))
 def test_response_is_bounded_and_monotone(context: float, theta: float) -> None:
     response = Response(BANK)
-    got = response(np.array([context, context]), np.array([theta, theta / 2]))
+    got = response(np.array([context, context]), np.array([theta, theta / 2]), np.ones(2, np.bool_))
     assert ((got.kept > 0) & (got.kept <= 1)).all()
     assert got.kept[0] <= got.kept[1] + 1e-12
     assert got.kl[0] >= got.kl[1] - 1e-12
-    assert (-np.log1p(-got.certificate_max) <= np.array([theta, theta / 2]) + 1e-12).all()  # never above the budget
+    assert (got.certificate_nats <= np.array([theta, theta / 2]) + 1e-12).all()  # never above the budget
+    assert (got.certificate_nats >= -np.log1p(-got.certificate_max) - 1e-12).all()  # nor below what the mass means
 
 
 def test_response_by_hand() -> None:
     response = Response(BANK)
-    got = response(np.array([0, 128, 256, 640, 4096, 9999]), np.array([0.1, 0.1, 0.1, 0.075, 0.2, 0.2]))
+    got = response(
+        np.array([0, 128, 256, 640, 4096, 9999]), np.array([0.1, 0.1, 0.1, 0.075, 0.2, 0.2]), np.ones(6, np.bool_)
+    )
     np.testing.assert_allclose(got.kept, [1.0, 0.9, 0.8, (0.825 + 0.45) / 2, 0.11, 0.11])
     assert response.beyond_context == 1
     with pytest.raises(BadInputError, match="theta_nats"):
-        response(np.array([10]), np.array([0.21]))
+        response(np.array([10]), np.array([0.21]), np.ones(1, np.bool_))
+    prefill = response(
+        np.array([640, 640]), np.array([0.1, 0.0]), np.array([False, True])
+    )  # nor a row without a budget
+    assert (prefill.kept == 1.0).all()
+    assert (np.array(prefill[1:]) == 0.0).all()
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,9 @@ def test_interpolant_stays_monotone_on_noisy_half_precision_tables(seed: int) ->
     rng = np.random.default_rng(seed)
     grid = np.geomspace(0.3, 2, 6)
     h = np.sort(rng.random((5, 6)) * 8, axis=1).astype(np.float16).astype(float)
-    noisy = BankView(h[:, 0], h, rng.random((5, 6)) * 30, np.log(grid))
+    noisy = BankView(
+        h[:, 0], h.astype(np.float32), (rng.random((5, 6)) * 30).astype(np.float32), np.log(grid), np.arange(5)
+    )
     values = np.stack([noisy.at(np.full(5, t))[0] for t in np.geomspace(0.3, 2, 60)])
     assert (np.diff(values, axis=0) >= -1e-9).all()
     assert (values <= h.max(axis=1) + 1e-9).all()

@@ -17,10 +17,8 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-from array_api_compat import array_namespace
-
 from entropic_ctl import fields
-from entropic_ctl.arrays import clip
+from entropic_ctl.arrays import clip, namespace
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import Array, LogitView
 
@@ -55,7 +53,7 @@ class TemperatureConfig:
 
 def clamped_temperature(u: Array, config: TemperatureConfig) -> Array:
     """Return T = exp u, moved inside the clamps of ``config`` (exp and log do not invert each other exactly)."""
-    return clip(array_namespace(u).exp(u), config.t_min, config.t_max)
+    return clip(namespace(u).exp(u), config.t_min, config.t_max)
 
 
 class Stateless:

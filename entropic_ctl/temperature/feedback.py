@@ -18,11 +18,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from array_api_compat import array_namespace
+import numpy as np
 
 from entropic_ctl import fields
-from entropic_ctl.arrays import clip
-from entropic_ctl.signals import Array, LogitView
+from entropic_ctl.arrays import clip, namespace
+from entropic_ctl.compiled import compiled
+from entropic_ctl.signals import Array, FloatArray, LogitView
 from entropic_ctl.temperature.base import TemperatureConfig, TemperatureLaw, clamped_temperature
 
 __all__ = ["Config", "Feedback", "build"]
@@ -37,6 +38,23 @@ class Config(TemperatureConfig):
     phi: str = fields.choice("linear", ("linear", "tanh"), "shape of the error")
     phi_scale_nats: float = fields.number(2.0, 0.0, 100.0, "tanh: error at which it saturates, nats", open_lo=True)
     rate_limit: float = fields.number(0.25, 0.0, 10.0, "largest change of u per token; 0 is no limit")
+
+
+@compiled
+def _linear_step(
+    u: FloatArray, entropy: FloatArray, target: float, gain: float, rate: float, low: float, high: float
+) -> FloatArray:
+    """Twin of :meth:`Feedback.update` with linear phi; ``rate`` 0 is no limit."""
+    out = np.empty_like(u)
+    for i in range(u.shape[0]):
+        change = -gain * (entropy[i] - target)
+        if np.isnan(change):
+            out[i] = u[i]
+            continue
+        if rate > 0:
+            change = min(max(change, -rate), rate)
+        out[i] = min(max(u[i] + change, low), high)
+    return out
 
 
 class Feedback:
@@ -67,8 +85,12 @@ class Feedback:
         tempered_entropy : array, shape (M,), nats
             Entropy at the temperature that sampled the accepted token.
         """
-        xp = array_namespace(u)
         config = self.config
+        if _linear_step is not None and type(u) is np.ndarray and config.phi == "linear":
+            return _linear_step(
+                u, tempered_entropy, config.target_nats, config.gain, config.rate_limit, self._low, self._high
+            )
+        xp = namespace(u)
         error = xp.astype(tempered_entropy, u.dtype, copy=False) - config.target_nats
         if config.phi == "tanh":
             error = config.phi_scale_nats * xp.tanh(error / config.phi_scale_nats)

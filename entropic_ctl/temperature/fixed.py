@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from array_api_compat import array_namespace
-
+from entropic_ctl.arrays import namespace
 from entropic_ctl.signals import Array, LogitView
 from entropic_ctl.temperature.base import Stateless, TemperatureConfig, TemperatureLaw
 
@@ -26,7 +25,7 @@ class Fixed(Stateless):
 
     def temper(self, u: Array, view: LogitView) -> tuple[Array, Array, Array]:
         """Return (exp u, tempered entropy, varentropy)."""
-        temperature = array_namespace(u).exp(u)
+        temperature = namespace(u).exp(u)
         return temperature, *view.at(temperature)
 
 

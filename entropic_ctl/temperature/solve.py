@@ -16,10 +16,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from array_api_compat import array_namespace
-
 from entropic_ctl import fields
-from entropic_ctl.arrays import clip
+from entropic_ctl.arrays import clip, namespace
 from entropic_ctl.signals import Array, LogitView
 from entropic_ctl.temperature.base import Stateless, TemperatureConfig, TemperatureLaw, clamped_temperature
 
@@ -52,7 +50,7 @@ def solve_u(u: Array, view: LogitView, config: Config) -> tuple[Array, Array, Ar
     u, tempered_entropy, varentropy : arrays, shape (M,), dtype of ``u``
         The last evaluated point of each row.
     """
-    xp = array_namespace(u)
+    xp = namespace(u)
     u_min, u_max = math.log(config.t_min), math.log(config.t_max)
     goal = max(config.target_nats, 1e-30)
     low, high = xp.full_like(u, u_min), xp.full_like(u, u_max)

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from array_api_compat import array_namespace
+import numpy as np
 
 from entropic_ctl import fields
-from entropic_ctl.arrays import clip
+from entropic_ctl.arrays import clip, namespace
+from entropic_ctl.compiled import compiled
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.base import PruningConfig, PruningLaw
-from entropic_ctl.signals import Array
+from entropic_ctl.signals import Array, FloatArray, IntArray
 
 __all__ = ["Budget", "Config", "build"]
 
@@ -56,6 +57,23 @@ class Config(PruningConfig):
             )
 
 
+@compiled
+def _step(
+    theta: FloatArray, timer: IntArray, entropy: FloatArray, narrow: float, wide: float, low: float, high: float, d: int
+) -> tuple[FloatArray, IntArray]:
+    """Twin of :meth:`Budget.update`."""
+    budget, count = np.empty_like(theta), np.empty_like(timer)
+    for i in range(theta.shape[0]):
+        sure = (high - entropy[i]) / (high - low)
+        sure = 0.0 if np.isnan(sure) else min(max(sure, 0.0), 1.0)
+        want = min(max(narrow + (wide - narrow) * sure, narrow), wide)
+        n = timer[i] + 1 if want > theta[i] else 0
+        widen = n >= d
+        budget[i] = want if want < theta[i] or widen else theta[i]
+        count[i] = 0 if widen else n
+    return budget, count
+
+
 class Budget:
     """Element-wise law with state (theta, timer); runs unchanged on NumPy arrays and torch tensors."""
 
@@ -74,7 +92,7 @@ class Budget:
         model_entropy : array, any shape, float
             Entropy of the raw logits, nats.
         """
-        c, xp = self.config, array_namespace(model_entropy)
+        c, xp = self.config, namespace(model_entropy)
         sure = (c.entropy_high_nats - model_entropy) / (c.entropy_high_nats - c.entropy_low_nats)
         sure = xp.where(xp.isnan(sure), xp.zeros_like(sure), clip(sure, 0.0, 1.0))
         return clip(c.theta_nats + (c.theta_wide_nats - c.theta_nats) * sure, c.theta_nats, c.theta_wide_nats)
@@ -91,10 +109,14 @@ class Budget:
         model_entropy : array, shape (R,), float
             Model entropy of the token just accepted, nats.
         """
-        xp = array_namespace(theta)
+        c = self.config
+        if _step is not None and type(theta) is np.ndarray:
+            band = c.entropy_low_nats, c.entropy_high_nats
+            return _step(theta, timer, model_entropy, c.theta_nats, c.theta_wide_nats, *band, c.widen_after)
+        xp = namespace(theta)
         want = self.wanted(model_entropy)
         timer = xp.where(want > theta, timer + 1, xp.zeros_like(timer))
-        widen = timer >= self.config.widen_after
+        widen = timer >= c.widen_after
         theta = xp.where((want < theta) | widen, want, theta)
         return theta, xp.where(widen, xp.zeros_like(timer), timer)
 
