@@ -38,6 +38,7 @@ __all__ = [
     "repro",
     "say",
     "show",
+    "show_groups",
     "simulate",
     "timeline",
     "with_overrides",
@@ -166,7 +167,7 @@ def show(title: str, values: Mapping[str, Any]) -> None:
     console().print(table)
 
 
-def _show_groups(groups: Mapping[str, Mapping[str, Any]]) -> None:
+def show_groups(groups: Mapping[str, Mapping[str, Any]]) -> None:
     """Print numbers by subject, in one table."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(overflow="fold")
@@ -291,7 +292,7 @@ def simulate(
     groups = need("entropic_ctl.metrics_summary", "").grouped(result.summary)
     for index, values in enumerate(result.replicas):
         groups[f"replica {index}"] = {name: values[name] for name in _PER_REPLICA}
-    _show_groups(groups)
+    show_groups(groups)
     if perfetto is not None:
         say(f"timeline: {perfetto}; open it at https://ui.perfetto.dev")
 

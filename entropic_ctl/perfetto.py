@@ -244,7 +244,7 @@ class PerfettoTrack(Collector):
             self._unqueue(request_id, start_s)
             self._name(slot)
         started = self._started[slots]
-        decode = plan.samples & (plan.n_tokens == 1) & started
+        decode = plan.samples & (plan.n_tokens == 1 + plan.n_draft) & started
         phase = np.where(decode, _DECODE, np.where(started, _RECOMPUTE, _PREFILL))
         for i in np.flatnonzero(phase != self._phase[slots]).tolist():
             self._turn(int(slots[i]), int(phase[i]), start_s)
@@ -305,7 +305,7 @@ class PerfettoTrack(Collector):
         if result.token_ids.shape[0]:
             values["entropy_nats"] = float(result.model_entropy.mean())
             values["temperature"] = float(result.temperature.mean())
-        decode = plan.samples & (plan.n_tokens == 1)
+        decode = plan.samples & (plan.n_tokens == 1 + plan.n_draft)
         if decode.any():
             values["theta_nats"] = float(plan.theta_nats[decode].mean())
         for name, value in values.items():
