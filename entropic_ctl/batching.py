@@ -168,7 +168,7 @@ class Batcher:
             step_s=self.step_s,
         )
 
-    def plan(self, now_s: float, score: Score, theta: FloatArray) -> StepPlan:
+    def plan(self, now_s: float, score: Score, theta: FloatArray, draft: IntArray | None = None) -> StepPlan:
         """Decide one iteration.
 
         Parameters
@@ -178,6 +178,8 @@ class Batcher:
             Maps live slots (arrival order) to scores; called only when the order is drawn.
         theta : FloatArray, shape (max_live,)
             Information-loss budget by slot, nats; a plan carries it for decode rows, prefill is exact.
+        draft : IntArray, shape (max_live,), optional
+            Most drafted tokens by slot (speculative decoding); a row that drafts is dense.
 
         Raises
         ------
@@ -187,7 +189,7 @@ class Batcher:
         self._closed("plan")
         plan = self._repeat(now_s, theta)
         if plan is None:
-            plan = self._decide(now_s, score, theta)
+            plan = self._decide(now_s, score, theta, draft)
         self._last = plan
         self._open = plan.ids.shape[0] > 0
         self._step += 1
@@ -240,7 +242,7 @@ class Batcher:
         self._order = live[index]
         self._drawn_at, self._changed = step, False
 
-    def _decide(self, now_s: float, score: Score, theta: FloatArray) -> StepPlan:
+    def _decide(self, now_s: float, score: Score, theta: FloatArray, draft: IntArray | None) -> StepPlan:
         s, table, engine, step = self.slots, self.pages, self.engine, self._step
         self._draw(score)
         order, group = self._order, self._group
@@ -266,7 +268,11 @@ class Batcher:
         self._protected = s.protected(order, step)
         self._set_event(order)
         calm = not (seating.preempted or seating.adopted or seating.overdue_lacks_room)
-        self._steady = calm and bool((decode & samples).all())
+        self._steady = calm and draft is None and bool((decode & samples).all())
+        n_draft = np.zeros(slots.shape[0], np.int64)
+        if draft is not None:
+            n_draft = seating.draft(slots, np.where(decode & samples, draft[slots], 0), n)
+            n, decode = n + n_draft, decode & (n_draft == 0)
         admitted, self._admitted = self._admitted, _NONE
         return StepPlan(
             step=step,
@@ -278,7 +284,7 @@ class Batcher:
             samples=samples,
             greedy=s.greedy[slots],
             theta_nats=np.where(decode, theta[slots], 0.0),
-            n_draft=np.zeros(slots.shape[0], np.int64),
+            n_draft=n_draft,
             paused=s.id[order[~runs & (table.count[order] > 0)]],
             preempted=s.id[np.asarray(seating.preempted, np.int64)],
             rejected=(),
@@ -329,11 +335,16 @@ class Batcher:
             before = s.cached[plan.slots] if s.hashes else _NONE
             s.cached[plan.slots] = plan.context + plan.n_tokens
             s.known[sampling] += 1
+            if plan.n_draft.any():  # one token each: every draft was rejected
+                s.cached[sampling] = s.known[sampling] - 1
         else:
             token_rows, token_slots = match_tokens(plan, result, s)
             before = s.cached[plan.slots] if s.hashes else _NONE
             s.cached[plan.slots[here]] = (plan.context + plan.n_tokens)[here]
             np.add.at(s.known, token_slots, 1)
+            if plan.n_draft.any():  # rejected drafts leave no trace
+                drafted = plan.slots[here & (plan.n_draft > 0)]
+                s.cached[drafted] = s.known[drafted] - 1
         s.owed[token_slots] = False
         self._open = False
         self.step_s += (0.2 if self.step_s else 1.0) * (result.end_s - result.start_s - self.step_s)

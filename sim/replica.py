@@ -32,6 +32,7 @@ from entropic_ctl.signals import Finish, StepPlan, StepResult
 from sim import cost as costs
 from sim.arrivals import Workload, make_workload
 from sim.clock import Clock
+from sim.speculation import Speculation
 from sim.step import StepModel
 from sim.trajectories import Trajectories, load_bank
 
@@ -50,8 +51,9 @@ class SimulationResult:
     """Tables (columns by name) and summary of one run; see :mod:`entropic_ctl.metrics` for the columns and units.
 
     ``summary`` also has ``kl_nats_mean`` (recorded KL to dense attention, mean over decode tokens), ``iterations``,
-    ``requests_in`` (submitted), ``requests_out`` (left, refused ones included), ``trace_rows_skipped``, and two counts
-    of tokens for which the bank was read at its edge: ``bank_context_beyond`` and ``bank_temperature_beyond``.
+    ``requests_in`` (submitted), ``requests_out`` (left, refused ones included), ``trace_rows_skipped``, two counts of
+    tokens for which the bank was read at its edge (``bank_context_beyond`` and ``bank_temperature_beyond``), and of
+    tokens drafted and accepted by speculative decoding (``draft_tokens``, ``draft_tokens_accepted``).
     """
 
     requests: dict[str, np.ndarray]
@@ -78,6 +80,8 @@ class Replica:
     protected_tokens : int
         Context whose pages are always read.
     progress : callable, optional
+    speculation : Speculation, optional
+        Needed if the loop drafts.
     """
 
     def __init__(
@@ -92,8 +96,9 @@ class Replica:
         pool_tokens: int,
         protected_tokens: int = 0,
         progress: Progress | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
-        self.env, self.loop, self.model = env, loop, StepModel(cost, trajectories, protected_tokens)
+        self.env, self.loop, self.model = env, loop, StepModel(cost, trajectories, protected_tokens, speculation)
         self.workload, self.metrics, self.progress = workload, metrics, progress
         self.clock = Clock(float(env.now))
         self.iterations = self.submitted = self.left = 0
@@ -222,7 +227,15 @@ def simulate(
     trajectories.response.require_rule(config.loop.pruning, page)
     if cost is None:
         cost = costs.cost_model(config.cost, page, pruning.dense_layers)
-    loop = Loop(config.loop, config.engine, int(bank.meta["vocab_size"]), verdict=verdict, uncertified=uncertified)
+    loop = Loop(
+        config.loop,
+        config.engine,
+        int(bank.meta["vocab_size"]),
+        verdict=verdict,
+        uncertified=uncertified,
+        speculation=config.speculation,
+    )
+    speculation = Speculation.of(config, page)
     metrics = Metrics(page, keep_tokens=keep_tokens, target_nats=getattr(law, "target_nats", None))
     env = simpy.Environment()
     replica = Replica(
@@ -235,6 +248,7 @@ def simulate(
         pool_tokens=config.engine.pages * page,
         protected_tokens=(pruning.sink_pages + pruning.recent_pages) * page,
         progress=progress,
+        speculation=speculation,
     )
     env.process(replica.run())
     env.run()
@@ -249,6 +263,8 @@ def simulate(
         trace_rows_skipped=workload.skipped_rows,
         bank_context_beyond=trajectories.response.beyond_context,
         bank_temperature_beyond=trajectories.clamped_tokens,
+        draft_tokens=speculation.drafted if speculation else 0,
+        draft_tokens_accepted=speculation.accepted if speculation else 0,
     )
     tokens = metrics.tokens_table() if keep_tokens else None
     return SimulationResult(metrics.requests_table(), metrics.steps_table(), tokens, summary)
