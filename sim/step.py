@@ -76,8 +76,9 @@ class StepModel:
         self._last = plan
         samples, ids = plan.samples, self._ids
         kept, mean, worst, nats, theta, shift = pruned = self._prune(plan)
-        if self.speculation is not None and plan.n_draft.any():
-            return self._verify(plan, temper, clock, pruned, self.speculation)
+        drafts = self.speculation
+        if drafts is not None and (drafts.drafter is not None or plan.n_draft.any()):  # a drafter has its own prefill
+            return self._verify(plan, temper, clock, pruned, drafts)
         load = measure(plan.context, plan.n_tokens, samples, theta, kept, protected_tokens=self._protected_tokens)
         charge = self.cost.step(load)
         start_s = clock.now_s
