@@ -25,7 +25,7 @@ from backends.models import LoadedModel
 from backends.sampling import SamplingParams, TorchLogitView, process, sample, to_host
 from entropic_ctl.certificates import Verdict
 from entropic_ctl.config import RunConfig
-from entropic_ctl.errors import NoProgressError
+from entropic_ctl.errors import BadInputError, NoProgressError
 from entropic_ctl.loop import Loop
 from entropic_ctl.signals import Finish, FinishReason, StepPlan, StepResult
 
@@ -55,6 +55,8 @@ class Engine:
 
     Raises
     ------
+    BadInputError
+        If the configuration asks for speculative decoding.
     UncertifiedError
         If the temperature law needs a certificate that ``verdict`` does not give.
     """
@@ -72,6 +74,15 @@ class Engine:
         sleep: Callable[[float], None] = time.sleep,
         probe: Probe | None = None,
     ) -> None:
+        if config.speculation.draft_tokens:
+            raise BadInputError(
+                "the engine does not draft yet",
+                where="Engine",
+                field="speculation.draft_tokens",
+                value=config.speculation.draft_tokens,
+                allowed="0",
+                remedy="simulate it: `entropic simulate`",
+            )
         limits = dataclasses.replace(
             config.engine, max_context=min(config.engine.max_context, max(2, model.max_context))
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -44,7 +45,8 @@ def match_tokens(plan: StepPlan, result: StepResult, table: SlotTable) -> tuple[
     Raises
     ------
     BadInputError
-        If a token belongs to a request that was not sampled, or a sampled one got neither a token nor a finish.
+        If a token belongs to a request that was not sampled, a sampled one got neither a token nor a finish, or one
+        got more tokens than were drafted plus one.
     """
     sampled = dict(zip(plan.ids[plan.samples].tolist(), plan.slots[plan.samples].tolist(), strict=True))
     tokens = result.token_ids.tolist()
@@ -57,6 +59,17 @@ def match_tokens(plan: StepPlan, result: StepResult, table: SlotTable) -> tuple[
                 value=request_id,
                 allowed="ids of the plan's sampling rows",
             )
+    if plan.n_draft.any():
+        most = dict(zip(plan.ids.tolist(), (plan.n_draft + 1).tolist(), strict=True))
+        for request_id, count in Counter(tokens).items():
+            if count > most[request_id]:
+                raise BadInputError(
+                    f"{count} tokens for request {request_id}",
+                    where="StepResult",
+                    field="token_ids",
+                    value=request_id,
+                    allowed=f"at most {most[request_id]}: those drafted and one",
+                )
     excused = set(tokens) | {finish.id for finish in result.finished}
     for request_id, slot in sampled.items():
         if request_id not in excused and table.id[slot] == request_id:

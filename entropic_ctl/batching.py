@@ -236,7 +236,7 @@ class Batcher:
             departed=Departures(*departed),
         )
 
-    def plan(self, now_s: float, score: Score, theta: FloatArray) -> StepPlan:
+    def plan(self, now_s: float, score: Score, theta: FloatArray, draft: IntArray | None = None) -> StepPlan:
         """Decide one iteration.
 
         Parameters
@@ -246,6 +246,8 @@ class Batcher:
             Maps live slots (arrival order) to scores; called only when the order is drawn.
         theta : FloatArray, shape (max_live,)
             Information-loss budget by slot, nats; a plan carries it for decode rows, prefill is exact.
+        draft : IntArray, shape (max_live,), optional
+            Most drafted tokens by slot (speculative decoding); a row that drafts is dense.
 
         Raises
         ------
@@ -253,7 +255,11 @@ class Batcher:
             If the previous plan's result was not observed, or the policy returned NaN.
         """
         self._closed("plan")
-        plan = self._repeat(now_s, theta) or self._seat_all(now_s, theta) or self._decide(now_s, score, theta)
+        plan = None
+        if draft is None:
+            plan = self._repeat(now_s, theta) or self._seat_all(now_s, theta)
+        if plan is None:
+            plan = self._decide(now_s, score, theta, draft)
         self._last = plan
         self._open = plan.ids.shape[0] > 0
         self._step += 1
@@ -325,7 +331,7 @@ class Batcher:
         self._departed.clear()
         self._drawn_at, self._drawn, self._changed = step, True, False
 
-    def _decide(self, now_s: float, score: Score, theta: FloatArray) -> StepPlan:
+    def _decide(self, now_s: float, score: Score, theta: FloatArray, draft: IntArray | None) -> StepPlan:
         s, table, engine, step = self.slots, self.pages, self.engine, self._step
         self._draw(score)
         order, group = self._order, self._group
@@ -351,7 +357,11 @@ class Batcher:
         self._protected = s.protected(order, step)
         self._set_event(order)
         calm = not (seating.preempted or seating.adopted or seating.overdue_lacks_room)
-        self._steady = calm and bool((decode & samples).all())
+        self._steady = calm and draft is None and bool((decode & samples).all())
+        n_draft = np.zeros(slots.shape[0], np.int64)
+        if draft is not None:
+            n_draft = seating.draft(slots, np.where(decode & samples, draft[slots], 0), n)
+            n, decode = n + n_draft, decode & (n_draft == 0)
         admitted, self._admitted = self._admitted, _NONE
         return StepPlan(
             step=step,
@@ -363,7 +373,7 @@ class Batcher:
             samples=samples,
             greedy=s.greedy[slots],
             theta_nats=np.where(decode, theta[slots], 0.0),
-            n_draft=np.zeros(slots.shape[0], np.int64),
+            n_draft=n_draft,
             paused=s.id[order[~runs & (table.count[order] > 0)]],
             preempted=s.id[np.asarray(seating.preempted, np.int64)],
             rejected=(),
@@ -415,6 +425,9 @@ class Batcher:
         token_rows = None
         if not distinct:
             token_rows, token_slots, full = self._accept_some(plan, result)
+        if plan.n_draft.any():  # rejected drafts leave no trace
+            drafted = plan.slots[(s.id[plan.slots] == plan.ids) & (plan.n_draft > 0)]
+            s.cached[drafted] = s.known[drafted] - 1
         self._open = False
         self.step_s += (0.2 if self.step_s else 1.0) * (result.end_s - result.start_s - self.step_s)
         if s.hashes:

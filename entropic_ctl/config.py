@@ -29,6 +29,7 @@ __all__ = [
     "ModelConfig",
     "RunConfig",
     "SloConfig",
+    "SpeculationConfig",
     "WorkloadConfig",
     "digest",
     "load",
@@ -185,6 +186,30 @@ class SloConfig:
 
 
 @dataclass(frozen=True)
+class SpeculationConfig:
+    """Speculative decoding: drafted tokens that one step verifies. Simulated; the real engine does not draft yet."""
+
+    draft_tokens: int = fields.integer(0, 0, 64, "d: most drafted tokens of a row in one step; 0 is off")
+    drafter: str = fields.choice("prompt_lookup", ("prompt_lookup", "model"), "who drafts")
+    draft_below_nats: float = fields.number(100.0, 0.0, 100.0, "draft only while the last model entropy is lower, nats")
+    acceptance: float = fields.number(
+        0.0, 0.0, 1.0, "chance that a drafted token is accepted; 0: the measured function"
+    )
+    draft_model: str = fields.text("smollm2-135m", "drafter model: its shape, as in cost.model, on the same device")
+
+    def __post_init__(self) -> None:
+        fields.check(self)
+        if self.draft_tokens and self.drafter == "model" and not self.acceptance:
+            raise BadInputError(
+                "acceptance was measured for prompt lookup only",
+                field="acceptance",
+                value=self.acceptance,
+                allowed="(0, 1] with drafter = 'model'",
+                remedy="give the acceptance of your pair of models",
+            )
+
+
+@dataclass(frozen=True)
 class LawSpec:
     """A named law with its parameters."""
 
@@ -225,6 +250,7 @@ class RunConfig:
     cost: CostConfig = field(default_factory=CostConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     slo: SloConfig = field(default_factory=SloConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
 
     def __post_init__(self) -> None:
@@ -238,6 +264,7 @@ _PLAIN = {
     "cost": CostConfig,
     "cluster": ClusterConfig,
     "slo": SloConfig,
+    "speculation": SpeculationConfig,
 }
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from entropic_ctl import __version__, certificates
 from entropic_ctl.batching import Batcher
 from entropic_ctl.certificates import Verdict
-from entropic_ctl.config import EngineConfig, LoopConfig, resolve_loop
-from entropic_ctl.errors import BadInputError
+from entropic_ctl.config import EngineConfig, LoopConfig, SpeculationConfig, resolve_loop
+from entropic_ctl.errors import BadInputError, UncertifiedError
 from entropic_ctl.policy import Policy
 from entropic_ctl.recording import FORMAT, RecordedView, Recorder
 from entropic_ctl.signals import Finish, FloatArray, IntArray, LogitView, Request, StepPlan, StepResult, Tempered
@@ -43,11 +43,15 @@ class Loop:
     laws : tuple, optional
         (temperature, pruning, scheduling) objects in place of those ``loop`` names; a replay needs the same. No
         certificate covers such a temperature law: with integral action it runs ``uncertified`` only.
+    speculation : SpeculationConfig, optional
+        Drafting; off by default. The up to d + 1 tokens of a step are sampled under one state of the temperature law
+        and then update it one by one: on frozen logits that is a gain of up to (d + 1) k, which no certificate of k
+        covers. So a law with integral action drafts ``uncertified`` only.
 
     Raises
     ------
     UncertifiedError
-        If the micro law needs a certificate and ``verdict`` does not prove it.
+        If the micro law needs a certificate and ``verdict`` does not prove it, or has integral action and drafts.
     """
 
     def __init__(
@@ -60,8 +64,16 @@ class Loop:
         uncertified: bool = False,
         recorder: Recorder | None = None,
         laws: tuple[Any, Any, Any] | None = None,
+        speculation: SpeculationConfig | None = None,
     ) -> None:
         temperature, pruning, scheduling = laws if laws is not None else loop.build()
+        self._speculation = speculation or SpeculationConfig()
+        if self._speculation.draft_tokens and temperature.integral_action and not uncertified:
+            raise UncertifiedError(
+                "no certificate covers a temperature law with integral action that drafts "
+                f"{self._speculation.draft_tokens} tokens a step: say uncertified=True (--uncertified) out loud, "
+                "or set speculation.draft_tokens = 0"
+            )
         certificates.require(
             loop.temperature,
             temperature.integral_action,
@@ -90,12 +102,13 @@ class Loop:
                 vocab_size=vocab_size,
                 uncertified=uncertified,
                 own_laws=laws is not None,
+                speculation=dataclasses.asdict(self._speculation),
             )
 
     @property
     def plain(self) -> bool:
-        """Whether nobody records the calls."""
-        return self._recorder is None
+        """Whether nobody records the calls and no tokens are drafted."""
+        return self._recorder is None and not self._speculation.draft_tokens
 
     @property
     def live(self) -> int:
@@ -130,10 +143,13 @@ class Loop:
         """Decide the next iteration; a plan without rows means that nothing is in the system."""
         self.admit()
         self._now_s = now_s
-        plan = self.batcher.plan(now_s, self._score, self.policy.theta)
+        plan = self.batcher.plan(now_s, self._score, self.policy.theta, self._draft())
         last = self._plan
         if last is None or plan.samples is not last.samples:  # a repeated plan shares its row columns
             self._sampling, self._greedy = plan.slots[plan.samples], plan.greedy[plan.samples]
+            if plan.n_draft.any():
+                verified = plan.n_draft[plan.samples] + 1
+                self._sampling, self._greedy = self._sampling.repeat(verified), self._greedy.repeat(verified)
         self._plan = plan
         if self._recorder is not None:
             self._recorder.plan(plan)
@@ -152,13 +168,20 @@ class Loop:
             self.policy.stop(freed)
         return finished
 
+    def _draft(self) -> IntArray | None:
+        """Return the most tokens to draft by slot: 0 where the last model entropy is too high; None if off."""
+        most = self._speculation.draft_tokens
+        if not most:
+            return None
+        return np.where(self.policy.last_entropy >= self._speculation.draft_below_nats, 0, most)
+
     def _score(self, slots: IntArray) -> FloatArray:
         if not self._reads_view:
             return np.zeros(slots.shape[0])
         return self.policy.scores(self.batcher.view(self._now_s, slots, self.policy.signals(slots)))
 
     def temper(self, view: LogitView) -> Tempered:
-        """Return temperatures for the last plan's sampling rows, in plan order.
+        """Return temperatures for the last plan's sampling rows, in plan order; ``1 + n_draft`` of a row that drafts.
 
         Raises
         ------
@@ -174,7 +197,7 @@ class Loop:
                 where="Loop.temper",
                 field="view.model_entropy",
                 value=tuple(view.model_entropy.shape),
-                allowed=f"({rows},), one per sampling row",
+                allowed=f"({rows},), one per sampling row and drafted token",
             )
         if self._recorder is None:
             return self.policy.temper(self._sampling, self._greedy, view)

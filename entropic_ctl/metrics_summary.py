@@ -81,7 +81,13 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "certificate_max_nats",
         "kl_nats_mean",
     ),
-    "simulation": ("trace_rows_skipped", "bank_context_beyond", "bank_temperature_beyond"),
+    "simulation": (
+        "trace_rows_skipped",
+        "bank_context_beyond",
+        "bank_temperature_beyond",
+        "draft_tokens",
+        "draft_tokens_accepted",
+    ),
 }
 """Keys of a summary, in order, by subject; ``kl_nats_mean`` and those of ``simulation`` are the simulator's own."""
 

@@ -120,6 +120,11 @@ class Policy:
             seen=seen,
         )
 
+    @property
+    def last_entropy(self) -> FloatArray:
+        """Last model entropy seen of each slot, shape (slots,), nats; NaN where none was seen yet."""
+        return np.where(self.seen > 0, self.stats[:, _LAST], np.nan)
+
     def scores(self, view: ScheduleView) -> FloatArray:
         """Return the macro policy's scores; NaN or a wrong shape is refused where the order is drawn."""
         return np.asarray(self.scheduling.score(view), np.float64)

@@ -123,9 +123,10 @@ def _loop(header: dict[str, Any], where: str, laws: tuple[Any, Any, Any] | None)
             remedy="pass the same laws",
         )
     tables = {"engine": header["engine"], "loop": {} if laws is not None else header["loop"]}
+    tables["speculation"] = header.get("speculation", {})  # a log from before there was any
     config = from_mapping(tables, where=f"{where}:1")
     loop = config.loop if laws is None else LoopConfig()
-    return Loop(loop, config.engine, header["vocab_size"], uncertified=True, laws=laws)
+    return Loop(loop, config.engine, header["vocab_size"], uncertified=True, laws=laws, speculation=config.speculation)
 
 
 def _finish(item: list[Any]) -> Finish:

@@ -97,6 +97,31 @@ class Seating:
                 if slot not in running and table.count[slot]:
                     self._give_back(slot)
 
+    def draft(self, slots: IntArray, wish: IntArray, n: IntArray) -> IntArray:
+        """Return how many tokens each row may draft; their pages are taken from what is free, never from other rows.
+
+        A row drafts no token that its limit would cut off, rows share what the step's token budget has left, and where
+        no page is free a draft ends with the pages held. Pages beyond the accepted tokens stay with the row: it
+        fills them next.
+
+        Parameters
+        ----------
+        slots, wish, n : IntArray, shape (R,)
+            Running rows in order, the most each would draft, and their tokens so far (granted).
+        """
+        s, table, page = self._slots, self._pages, self._engine.page_tokens
+        wish = np.minimum(wish, s.stop_at[slots] - s.known[slots] - 1).clip(0)
+        left = self._engine.max_batch_tokens - int(n.sum())
+        wish = np.minimum(wish, (left - np.cumsum(wish) + wish).clip(0))
+        end = s.cached[slots] + n
+        more = np.maximum(0, pages_for(end + wish, page) - table.count[slots])
+        if int(more.sum()) > table.pool.available:
+            more = np.minimum(more, (table.pool.available - np.cumsum(more) + more).clip(0))
+            wish = np.minimum(wish, (table.count[slots] + more) * page - end)
+        grows = more > 0
+        table.grow(slots[grows], more[grows])
+        return wish
+
     def _give_back(self, slot: int) -> None:
         self._pages.drop_unlogged(slot)
         self._slots.cached[slot] = 0

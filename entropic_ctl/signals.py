@@ -117,13 +117,15 @@ class StepPlan(NamedTuple):
     theta_nats : FloatArray, shape (R,)
         Information-loss budget per row; 0 means dense. Applies to decode rows only (prefill is exact).
     n_draft : IntArray, shape (R,)
-        Speculative draft length (0 until speculative decoding lands).
+        Most tokens drafted for a decode row (speculative decoding), included in ``n_tokens``; the driver may draft
+        fewer. Such a row is dense, and yields up to ``n_draft + 1`` tokens.
     paused, preempted : IntArray
         Ids that hold pages but do not run; ids whose pages were freed in this plan.
     rejected : tuple of Finish
         Requests that can never be served, with the reason.
     block_table : int32 array, shape (max_live, max_pages), read-only view
-        Page ids by slot; valid until the next ``plan``. Row ``slot`` holds ``ceil((context + n_tokens) / page)`` pages.
+        Page ids by slot; valid until the next ``plan``. Row ``slot`` holds ``ceil((context + n_tokens) / page)`` pages,
+        or more after a rejected draft.
     allocated : int32 array, shape (K, 3)
         (slot, index in table, page id) of pages newly put in a table by this plan, shared prefix pages included.
     admitted : IntArray
@@ -163,7 +165,10 @@ class StepPlan(NamedTuple):
 
 
 class LogitView(Protocol):
-    """This step's own next-token distributions, one row per *sampling* row of the plan, in plan order."""
+    """This step's own next-token distributions, one row per *sampling* row of the plan, in plan order.
+
+    A row that drafts has ``1 + n_draft`` of them, one per token verified and the one after.
+    """
 
     @property
     def model_entropy(self) -> Array:

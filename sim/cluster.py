@@ -208,6 +208,7 @@ def simulate_cluster(
             protected_tokens=maker.protected_tokens,
             progress=tell,
             idle=inbox.idle,
+            speculation=parts.speculation,
         )
         replicas.append(replica)
         env.process(replica.run())

@@ -15,6 +15,7 @@ from entropic_ctl.metrics_summary import Measured, summarise
 from sim import cost as costs
 from sim.arrivals import Workload
 from sim.predictions import predictions
+from sim.speculation import Speculation
 from sim.step import StepModel
 from sim.trajectories import Trajectories
 
@@ -28,6 +29,7 @@ class Parts:
     loop: Loop
     trajectories: Trajectories
     metrics: Metrics
+    speculation: Speculation | None
 
 
 class Maker:
@@ -104,7 +106,14 @@ class Maker:
             If the micro law needs a certificate and has none.
         """
         config, vocab_size = self.config, int(self.bank.meta["vocab_size"])
-        loop = Loop(config.loop, config.engine, vocab_size, verdict=self._verdict, uncertified=self._uncertified)
+        loop = Loop(
+            config.loop,
+            config.engine,
+            vocab_size,
+            verdict=self._verdict,
+            uncertified=self._uncertified,
+            speculation=config.speculation,
+        )
         metrics = Metrics(
             config.engine.page_tokens,
             keep_tokens=self._keep_tokens,
@@ -115,15 +124,18 @@ class Maker:
         )
         trajectories = self._spare if self._spare is not None else self._trajectories()
         self._spare = None
-        return Parts(loop, trajectories, metrics)
+        return Parts(loop, trajectories, metrics, Speculation.of(config, config.engine.page_tokens))
 
     def summary(self, measured: Measured, models: Sequence[StepModel]) -> dict[str, Any]:
         """Return the summary of replicas that ran on these models, with the simulator's own keys."""
+        speculations = [model.speculation for model in models if model.speculation is not None]
         decoded = sum(model.decode_tokens for model in models)
         return {
             **summarise(measured),
             "kl_nats_mean": sum(model.kl_sum for model in models) / decoded if decoded else 0.0,
             "trace_rows_skipped": self.workload.skipped_rows,
             "bank_context_beyond": sum(model.trajectories.response.beyond_context for model in models),
+            "draft_tokens": sum(drafts.drafted for drafts in speculations),
+            "draft_tokens_accepted": sum(drafts.accepted for drafts in speculations),
             "bank_temperature_beyond": sum(model.trajectories.clamped_tokens for model in models),
         }

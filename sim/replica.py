@@ -35,6 +35,7 @@ from sim.arrivals import Job, Workload, make_workload
 from sim.clock import Clock
 from sim.cost import CostModel
 from sim.maker import Maker
+from sim.speculation import Speculation
 from sim.step import StepModel
 from sim.stretch import Stretch
 from sim.trajectories import Trajectories, load_bank
@@ -54,8 +55,9 @@ class SimulationResult:
     """Tables (columns by name) and summary of one run; see :mod:`entropic_ctl.metrics` for the columns and units.
 
     ``summary`` also has ``kl_nats_mean`` (recorded KL to dense attention, mean over decode tokens),
-    ``trace_rows_skipped``, and two counts of tokens for which the bank was read at its edge: ``bank_context_beyond``
-    and ``bank_temperature_beyond``.
+    ``trace_rows_skipped``, two counts of tokens for which the bank was read at its edge (``bank_context_beyond`` and
+    ``bank_temperature_beyond``), and of tokens drafted and accepted by speculative decoding (``draft_tokens``,
+    ``draft_tokens_accepted``).
     """
 
     requests: dict[str, np.ndarray]
@@ -107,6 +109,8 @@ class Replica:
     progress : callable, optional
     idle : callable, optional
         Returns the event that wakes a replica whose source knows of no further request; without it the replica ends.
+    speculation : Speculation, optional
+        Needed if the loop drafts.
     """
 
     def __init__(
@@ -122,8 +126,9 @@ class Replica:
         protected_tokens: int = 0,
         progress: Progress | None = None,
         idle: Callable[[], simpy.Event] | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
-        self.env, self.loop, self.model = env, loop, StepModel(cost, trajectories, protected_tokens)
+        self.env, self.loop, self.model = env, loop, StepModel(cost, trajectories, protected_tokens, speculation)
         self.workload, self.metrics, self.progress, self._idle_event = workload, metrics, progress, idle
         self.clock = Clock(float(env.now))
         self.iterations = self.submitted = self.left = 0
@@ -293,6 +298,7 @@ def simulate(
         pool_tokens=maker.pool_tokens,
         protected_tokens=maker.protected_tokens,
         progress=progress,
+        speculation=parts.speculation,
     )
     env.process(replica.run())
     env.run()

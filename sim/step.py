@@ -12,13 +12,15 @@ import numpy as np
 
 from entropic_ctl.signals import Finish, FinishReason, FloatArray, LogitView, StepPlan, StepResult, Tempered
 from sim.clock import Clock
-from sim.cost import CostModel
+from sim.cost import CostModel, StepCost
 from sim.load import measure, total
+from sim.speculation import Speculation
 from sim.trajectories import Trajectories
 
 __all__ = ["StepModel"]
 
 Temper = Callable[[LogitView], Tempered]
+_Pruned = tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray | None]
 
 
 class StepModel:
@@ -30,6 +32,8 @@ class StepModel:
     trajectories : Trajectories
     protected_tokens : int
         Context below which a row has only pages that are always read, so that pruning changes nothing.
+    speculation : Speculation, optional
+        Needed for plans with drafts.
 
     Attributes
     ----------
@@ -38,7 +42,14 @@ class StepModel:
     decode_tokens : int
     """
 
-    def __init__(self, cost: CostModel, trajectories: Trajectories, protected_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        cost: CostModel,
+        trajectories: Trajectories,
+        protected_tokens: int = 0,
+        speculation: Speculation | None = None,
+    ) -> None:
+        self.speculation = speculation
         self.protected_tokens = protected_tokens
         self.cost, self.trajectories = cost, trajectories
         self.kl_sum, self.decode_tokens = 0.0, 0
@@ -66,7 +77,10 @@ class StepModel:
             self._tokens = np.full(self._ids.shape[0], -1, np.int64)
         self._last = plan
         samples, ids = plan.samples, self._ids
-        kept, mean, worst, nats, shift = self._prune(plan)
+        kept, mean, worst, nats, shift = pruned = self._prune(plan)
+        drafts = self.speculation
+        if drafts is not None and (drafts.drafter is not None or plan.n_draft.any()):  # a drafter has its own prefill
+            return self._verify(plan, temper, clock, pruned, drafts)
         load = measure(
             plan.context, plan.n_tokens, samples, plan.theta_nats, kept, protected_tokens=self.protected_tokens
         )
@@ -115,7 +129,57 @@ class StepModel:
             charge.energy_j,
         )
 
-    def _prune(self, plan: StepPlan) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray, FloatArray | None]:
+    def _verify(
+        self, plan: StepPlan, temper: Temper, clock: Clock, pruned: _Pruned, speculation: Speculation
+    ) -> StepResult:
+        """Run a plan with drafts: every sampling row shows ``1 + n_draft`` positions and yields those accepted."""
+        kept, mean, worst, nats, shift = pruned
+        samples, n_draft = plan.samples, plan.n_draft[plan.samples]
+        count = n_draft + 1
+        ids = self._ids.repeat(count)
+        ahead = np.arange(ids.shape[0]) - np.repeat(np.cumsum(count) - count, count)
+        at, last = self.trajectories.select(ids, ahead)
+        view = self.trajectories.view(at, None if shift is None else shift[samples].repeat(count))
+        tempered = temper(view)
+        outcome = speculation.verify(
+            ids,
+            self.trajectories.token(ids) + ahead,
+            n_draft,
+            greedy=plan.greedy[samples].repeat(count),
+            model_entropy=tempered.model_entropy,
+            tempered_entropy=tempered.tempered_entropy,
+            last=last,
+        )
+        drafted = np.zeros(plan.n_rows, np.int64)
+        drafted[samples] = outcome.drafted
+        tokens = plan.n_tokens - plan.n_draft + drafted
+        load = measure(plan.context, tokens, samples, plan.theta_nats, kept, protected_tokens=self.protected_tokens)
+        charge = self.cost.step(load._replace(sampling=load.sampling + int(drafted.sum())))
+        charge = StepCost(*(a + b for a, b in zip(charge, speculation.cost(plan, drafted), strict=True)))
+        start_s, yes = clock.now_s, outcome.accepted
+        self.decode_tokens += int(np.count_nonzero(yes & (n_draft > 0).repeat(count)))
+        self.trajectories.advance_all(ids[yes], tempered.temperature[yes])
+        return StepResult(
+            plan.step,
+            start_s,
+            clock.advance(charge.seconds),
+            ids[yes],
+            np.full(int(np.count_nonzero(yes)), -1, np.int64),
+            tempered.temperature[yes],
+            tempered.model_entropy[yes],
+            tempered.tempered_entropy[yes],
+            tempered.varentropy[yes],
+            kept,
+            mean,
+            worst,
+            nats,
+            charge.kv_bytes,
+            charge.flops,
+            tuple(Finish(int(i), FinishReason.EOS) for i in ids[yes & last]),
+            charge.energy_j,
+        )
+
+    def _prune(self, plan: StepPlan) -> _Pruned:
         """Return per row: kept share, mass bounds (mean, max), certificate in nats, entropy shift (None: nobody's)."""
         self.decode_tokens += self._decoding
         if not np.count_nonzero(plan.theta_nats):

@@ -228,11 +228,25 @@ class Trajectories:
         """Return the number of selectable prompts: recordings per temperature (repeats count one each)."""
         return int(_index(bank)[0].shape[0])
 
-    def select(self, ids: IntArray) -> tuple[IntArray, npt.NDArray[np.bool_]]:
-        """Return (row of the bank's token tables, whether this token is its text's last) for each request, (M,)."""
+    def token(self, ids: IntArray) -> IntArray:
+        """Return the number of tokens each request has, shape (M,)."""
+        return self._token[ids]
+
+    def select(self, ids: IntArray, ahead: IntArray | None = None) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+        """Return (row of the bank's token tables, whether this token is its text's last) for each request, (M,).
+
+        Parameters
+        ----------
+        ids : IntArray, shape (M,)
+        ahead : IntArray, shape (M,), optional
+            Tokens beyond the next one (drafts), if any.
+        """
+        token = self._token[ids]
+        if ahead is not None:
+            token += ahead
         at, last, clamped = _select(
             self._log_recorded, self._table, self._start, self._length, self._may_end, self._prompt[ids],
-            self._xi[ids], self._token[ids], self._u[ids],
+            self._xi[ids], token, self._u[ids],
         )  # fmt: skip
         self.clamped_tokens += clamped
         return at, last
@@ -267,6 +281,12 @@ class Trajectories:
         """Record that each request accepted one token, sampled at ``temperature`` (0 for greedy), shape (M,)."""
         self._token[ids] += 1
         self._u[ids] = log(np.where(temperature > 0, temperature, self._lowest))
+
+    def advance_all(self, ids: IntArray, temperature: FloatArray) -> None:
+        """Do as :meth:`advance` where an id may occur several times, in order."""
+        np.add.at(self._token, ids, 1)
+        last = ids.shape[0] - 1 - np.unique(ids[::-1], return_index=True)[1]
+        self._u[ids[last]] = log(np.where(temperature[last] > 0, temperature[last], self._lowest))
 
     def require_range(self, loop: LoopConfig) -> None:
         """Check once that no temperature or theta the laws can ask for lies outside the recorded ones.
