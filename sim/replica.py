@@ -131,11 +131,11 @@ class Replica:
     def _take_in(self) -> None:
         """Submit what has arrived. A refusal may release the next request of the same user, hence the loop."""
         now_s = self.clock.now_s
-        while jobs := self.workload.arrived(now_s):
-            for job in jobs:
+        while requests := self.workload.arrived(now_s):
+            for request in requests:
                 self.submitted += 1
-                self.metrics.submitted(job.request)
-                refusal = self.loop.submit(job.request)
+                self.metrics.submitted(request)
+                refusal = self.loop.submit(request)
                 if refusal is not None:
                     self.metrics.refused(refusal)
                     self._leave(refusal)
@@ -209,7 +209,14 @@ def simulate(
     law = config.loop.temperature.config
     if workload is None:
         greedy = law.temperature == 0.0
-        workload = make_workload(config.workload, config.seed, Trajectories.count_prompts(bank), greedy=greedy)
+        engine = config.engine
+        workload = make_workload(
+            config.workload,
+            config.seed,
+            Trajectories.count_prompts(bank),
+            greedy=greedy,
+            page_tokens=engine.page_tokens if engine.prefix_caching else None,
+        )
     trajectories = Trajectories(
         bank,
         workload.prompt,
