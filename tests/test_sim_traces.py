@@ -1,4 +1,4 @@
-"""Azure traces: exact times, stable order, and an error with file, line and column for every bad row."""
+"""Azure traces and what all formats share: exact times, stable order, and an error with file, line and column for every bad row."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_bad_row_names_file_line_column_value_and_range(tmp_path: Path, row: str
 def test_bad_file(tmp_path: Path, content: bytes, needle: str) -> None:
     (tmp_path / "t.csv").write_bytes(content)
     with pytest.raises(BadInputError, match=needle):
-        read_trace(tmp_path / "t.csv")
+        read_trace(tmp_path / "t.csv", "azure")
 
 
 @pytest.mark.parametrize("stray", ["9999-12-31 00:00:00", "0001-01-01 00:00:00"])
