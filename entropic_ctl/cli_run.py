@@ -96,9 +96,7 @@ def with_overrides(
     if model is not None:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=model))
     if trace is not None:
-        config = dataclasses.replace(
-            config, workload=dataclasses.replace(config.workload, kind="azure", trace=str(trace))
-        )
+        config = dataclasses.replace(config, workload=config.workload.replaying(trace))
     return config
 
 

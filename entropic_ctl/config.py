@@ -18,6 +18,7 @@ from typing import Any
 
 from entropic_ctl import fields, registry
 from entropic_ctl.errors import BadInputError
+from entropic_ctl.workload_config import READ_BY, WorkloadConfig
 
 __all__ = [
     "LAWS",
@@ -42,47 +43,6 @@ LAWS = {
     "scheduling": ("entropic_ctl.scheduling", "policy", "fcfs"),
 }
 """Loop table to (plug-in package, key that names the plug-in, default)."""
-
-
-@dataclass(frozen=True)
-class WorkloadConfig:
-    """Who arrives, when, and how much they ask for."""
-
-    kind: str = fields.choice("burst", ("burst", "poisson", "closed", "azure"), "arrival process")
-    n_requests: int = fields.integer(64, 1, 10**8, "requests to generate (a trace has its own number)")
-    rate_per_s: float = fields.number(1.0, 0.0, 1e6, "poisson: mean arrivals per second", open_lo=True)
-    rate_scale: float = fields.number(1.0, 0.0, 1e6, "azure: factor on the recorded arrival rate", open_lo=True)
-    users: int = fields.integer(8, 1, 10**6, "closed: concurrent users")
-    think_s: float = fields.number(0.0, 0.0, 1e6, "closed: mean think time, exponential")
-    prompt_tokens: float = fields.number(128.0, 1.0, 1e6, "mean prompt length (log-normal)")
-    prompt_cv: float = fields.number(0.5, 0.0, 10.0, "coefficient of variation of the prompt length; 0 is constant")
-    output_tokens: float = fields.number(64.0, 1.0, 1e6, "mean limit on output tokens (log-normal)")
-    output_cv: float = fields.number(0.0, 0.0, 10.0, "coefficient of variation of the output limit; 0 is constant")
-    output_length: str = fields.choice(
-        "auto",
-        ("auto", "bank", "limit"),
-        "bank: the recorded end of text ends a request; limit: only its limit does; auto: limit for a trace, else bank",
-    )
-    length_prediction: str = fields.choice(
-        "noisy",
-        ("noisy", "exact", "none"),
-        "what schedulers are told of a request's output length: the true one times a random factor, itself, or nothing",
-    )
-    length_error: float = fields.number(
-        0.5, 0.0, 10.0, "noisy: standard deviation of ln(predicted / true), log-normal with median 1"
-    )
-    trace: str = fields.text("", "azure: path of the CSV file")
-    trace_rows: int = fields.integer(0, 0, 10**8, "azure: use the first rows only; 0 is all of them")
-
-    def __post_init__(self) -> None:
-        fields.check(self)
-        if self.kind == "azure" and not self.trace:
-            raise BadInputError("an azure workload needs a trace", field="trace", remedy="set trace = 'FILE.csv'")
-
-    @property
-    def runs_to_limit(self) -> bool:
-        """True if a request ends at its output limit only, never where the recorded text ended."""
-        return self.output_length == "limit" or (self.output_length == "auto" and self.kind == "azure")
 
 
 @dataclass(frozen=True)
@@ -305,6 +265,21 @@ def _law(table: str, values: object, where: str, lines: _Lines) -> LawSpec:
     return LawSpec(name, fields.parse(cls, rest, where=where, table=place, line_of=lines.of(place)))
 
 
+def _refuse_unread(workload: WorkloadConfig, written: Mapping[str, Any], where: str, lines: _Lines) -> None:
+    """Refuse a key of a file that its kind of workload does not read, unless it says the default."""
+    for name in workload.unread():
+        if name in written:
+            raise BadInputError(
+                f"a workload of kind {workload.kind!r} does not read this key",
+                where=where,
+                line=lines.of("workload")(name),
+                field=f"workload.{name}",
+                value=written[name],
+                allowed="with kind " + ", ".join(READ_BY[name]),
+                remedy="delete the line, or change workload.kind",
+            )
+
+
 def from_mapping(values: Mapping[str, Any], *, where: str = "config", source: str = "") -> RunConfig:
     """Build a :class:`RunConfig` from nested mappings (a parsed TOML file, or a resolved config)."""
     lines = _Lines(source)
@@ -322,6 +297,8 @@ def from_mapping(values: Mapping[str, Any], *, where: str = "config", source: st
         name: fields.parse(cls, values.get(name, {}), where=where, table=name, line_of=lines.of(name))
         for name, cls in _PLAIN.items()
     }
+    if source:
+        _refuse_unread(built["workload"], values.get("workload", {}), where, lines)
     loop = values.get("loop", {})
     if not isinstance(loop, Mapping):
         raise BadInputError("not a table", where=where, field="loop", value=loop, allowed="[loop.LAW] tables")

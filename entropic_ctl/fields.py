@@ -1,8 +1,8 @@
 """Declare a configuration field once (type, default, range, unit) and have every reader enforce it.
 
-``number``, ``integer``, ``choice``, ``text`` and ``flag`` are ``dataclasses.field`` with the allowed set in the
-metadata; ``check`` enforces it on construction and ``parse`` builds a dataclass from a mapping, where an unknown key,
-a wrong type or an out-of-range value is a :class:`~entropic_ctl.errors.BadInputError`.
+``number``, ``numbers``, ``integer``, ``choice``, ``text`` and ``flag`` are ``dataclasses.field`` with the allowed set
+in the metadata; ``check`` enforces it on construction and ``parse`` builds a dataclass from a mapping, where an unknown
+key, a wrong type or an out-of-range value is a :class:`~entropic_ctl.errors.BadInputError`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from entropic_ctl.errors import BadInputError
 
-__all__ = ["check", "choice", "flag", "integer", "number", "parse", "text"]
+__all__ = ["check", "choice", "flag", "integer", "number", "numbers", "parse", "text"]
 
 T = TypeVar("T")
 LineOf = Callable[[str], int | None]
@@ -37,6 +37,29 @@ def number(default: float, lo: float, hi: float, doc: str, *, open_lo: bool = Fa
     bound = f"{'(' if open_lo else '['}{lo:g}, {hi:g}{')' if math.isinf(hi) else ']'}"
     meta = {"kind": "number", "lo": lo, "hi": hi, "open_lo": open_lo, "allowed": bound, "doc": doc}
     return dataclasses.field(default=default, metadata=meta)
+
+
+def numbers(
+    default: Sequence[float], lo: float, hi: float, doc: str, *, open_lo: bool = False, most: int = 1000
+) -> Any:
+    """A list of at most ``most`` finite floats, each in [lo, hi] (or (lo, hi]); kept as a tuple.
+
+    Parameters
+    ----------
+    default : sequence of float
+    lo, hi : float
+        Allowed range of each; ``hi`` may be infinite.
+    doc : str
+        One line for people, with the unit.
+    open_lo : bool
+        Exclude ``lo`` itself.
+    most : int
+        Longest list.
+    """
+    bound = f"{'(' if open_lo else '['}{lo:g}, {hi:g}{')' if math.isinf(hi) else ']'}"
+    allowed = f"a list of at most {most} numbers in {bound}"
+    meta = {"kind": "numbers", "lo": lo, "hi": hi, "open_lo": open_lo, "most": most, "allowed": allowed, "doc": doc}
+    return dataclasses.field(default=tuple(float(value) for value in default), metadata=meta)
 
 
 def integer(default: int, lo: int, hi: int, doc: str) -> Any:
@@ -89,6 +112,13 @@ def _problem(meta: Mapping[str, Any], value: object) -> str | None:
         if "\0" in value:
             return "holds a NUL character"
         return "not one of the choices" if kind == "choice" and value not in meta["options"] else None
+    if kind == "numbers":
+        if not isinstance(value, list | tuple):
+            return "not a list of numbers"
+        if len(value) > meta["most"]:
+            return f"{len(value)} numbers"
+        problems = ((i, _problem({**meta, "kind": "number"}, item)) for i, item in enumerate(value, start=1))
+        return next((f"number {i}: {problem}" for i, problem in problems if problem), None)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "not a number"
     if kind == "integer" and not isinstance(value, int):
@@ -132,6 +162,8 @@ def check(config: Any, *, where: str | None = None, table: str = "", line_of: Li
             )
         if item.metadata["kind"] == "number":
             object.__setattr__(config, item.name, float(value))
+        elif item.metadata["kind"] == "numbers":
+            object.__setattr__(config, item.name, tuple(float(number) for number in value))
 
 
 def parse(cls: type[T], values: object, *, where: str, table: str, line_of: LineOf | None = None) -> T:

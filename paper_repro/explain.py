@@ -6,6 +6,7 @@ Text only, built from the configuration where it depends on it; results are in :
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from entropic_ctl.config import LoopConfig, RunConfig, resolve, resolve_loop
@@ -73,7 +74,11 @@ _ARRIVALS = {
     "closed": "{users} users who each send the next request when the last is answered",
     "burst": "all requests at time 0",
     "poisson": "Poisson arrivals at {rate_per_s:g} a second",
-    "azure": "the arrivals of a recorded trace",
+    "gamma": "Gamma-distributed gaps (coefficient of variation {arrival_cv:g}) at {rate_per_s:g} requests a second",
+    "mmpp": "arrivals whose rate switches at random (Markov-modulated Poisson)",
+    "diurnal": "Poisson arrivals whose rate follows the time of day",
+    "sessions": "sessions of {turns:g} turns on average",
+    "trace": "the arrivals of a recorded trace",
 }
 
 
@@ -105,10 +110,10 @@ def workloads_text(config: RunConfig, engine: RunConfig | None, prompts: int, to
         Prompts of the engine, and the limit on output tokens of each.
     """
     work = config.workload
-    arrivals = _ARRIVALS[work.kind].format(users=work.users, rate_per_s=work.rate_per_s)
+    arrivals = _ARRIVALS["trace" if work.replays else work.kind].format(**asdict(work))
     sizes = (
         ""
-        if work.kind == "azure"
+        if work.replays
         else f"{work.n_requests} requests, prompts of {work.prompt_tokens:g} tokens on average (coefficient of "
         f"variation {work.prompt_cv:g}), at most {work.output_tokens:g} output tokens, "
     )

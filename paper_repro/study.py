@@ -58,7 +58,7 @@ def not_identifiable(config: RunConfig) -> Callable[[str, str, str], str]:
             return _QUALITY
         if world != "simulation":
             return ""
-        if metric == "throughput" and workload.kind in ("poisson", "azure"):
+        if metric == "throughput" and workload.open and workload.kind != "burst":
             return "open arrivals below capacity give every policy the same throughput"
         if arm == "sampling only" and workload.runs_to_limit and metric in ("latency", "throughput"):
             return "output lengths are fixed by the workload, so sampling cannot change them"

@@ -1,100 +1,81 @@
 """Workloads: who arrives when, with how long a prompt, and how many tokens they ask for.
 
-Four kinds (``WorkloadConfig.kind``):
+Kinds (``WorkloadConfig.kind``):
 
-- ``burst``: everybody at time 0;
-- ``poisson``: open arrivals at a mean rate. Arrival i is (E_1 + ... + E_i) / rate with unit exponentials E, so changing
-  the rate rescales the same arrivals;
+- ``burst``, ``poisson``, ``gamma``, ``mmpp``, ``diurnal``: open arrivals (:mod:`sim.arrival_processes`);
 - ``closed``: ``users`` users; each issues its next request an exponential think time after the previous one left.
   Request i belongs to user i mod users, so who asks for what does not depend on the order in which requests finish;
-- ``azure``: a recorded trace, its rate multiplied by ``rate_scale``.
+- ``sessions``: conversations with a growing context (:mod:`sim.sessions`);
+- ``azure``, ``burstgpt``, ``mooncake``, ``vidur``, ``parquet``, or ``trace`` (the format is detected): a recorded trace
+  (:mod:`sim.traces`). First the window is cut out (``window_start_s``, ``window_s``, in recorded time; times then count
+  from its start), then the first ``trace_rows`` rows are kept, then they are repeated ``trace_repeat`` times with the
+  window (without one: the time of the last row) as period, and at last time is divided by ``rate_scale``.
 
-Lengths are log-normal around the configured mean: 1 + floor(X + U) with U uniform on [0, 1) and X log-normal of mean
-(mean - 1) and standard deviation cv * mean. The floor of X + U has the mean of X exactly, so the mean length is the
-configured one, whatever the rounding, and no length is below 1. (A mean of 1 is the constant 1.)
+Lengths that are drawn are log-normal with exactly the configured mean (:mod:`sim.lengths`).
 
-Random numbers come from three named streams (``arrivals``, ``lengths``, ``entropy``) of one root seed.
+Random numbers come from named streams of one root seed (``arrivals``, ``lengths``, ``entropy``; those of sessions and
+states are named in their modules): a key that changes how one of them is used does not move the others.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
+from typing import Protocol
 
 import numpy as np
 
 from entropic_ctl.config import WorkloadConfig
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FloatArray, IntArray, Request
+from sim.arrival_processes import arrival_times
+from sim.lengths import lognormal_lengths
+from sim.prefixes import BlockHashes, SessionHashes
+from sim.sessions import draw_sessions
 from sim.streams import stream
-from sim.traces import read_azure
+from sim.traces import Trace, read_trace
 
-__all__ = ["Job", "Workload", "lognormal_lengths", "make_workload"]
+__all__ = ["PrefixHashes", "Workload", "make_workload"]
 
 _LATEST_S = 1e10
+_NEVER = float("inf")
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A request with what the simulator, and only the simulator, knows about it.
+class PrefixHashes(Protocol):
+    """The chained hashes of the full prompt pages of request ``i`` (a list of tuples will do)."""
 
-    Parameters
-    ----------
-    request : Request
-    output_tokens : int or None
-        Tokens it will generate, or None when the recorded end of text decides.
-    prompt : int
-        Index of the recorded prompt whose entropies it follows.
-    xi : float
-        Uniform number in [0, 1): which of two neighbouring recordings it reads (see ``sim.trajectories``).
-    """
-
-    request: Request
-    output_tokens: int | None
-    prompt: int
-    xi: float
-
-
-def lognormal_lengths(rng: np.random.Generator, n: int, mean: float, cv: float) -> IntArray:
-    """Draw ``n`` lengths >= 1 with exactly the given mean (see the module).
-
-    Parameters
-    ----------
-    rng : Generator
-    n : int
-    mean : float
-        At least 1.
-    cv : float
-        Standard deviation over mean, >= 0, before rounding (which adds at most 1/4 to the variance).
-    """
-    normal, uniform = rng.standard_normal(n), rng.random(n)  # drawn always, so that cv does not move other draws
-    base = mean - 1.0
-    if base <= 0.0:
-        return np.ones(n, np.int64)
-    sigma2 = np.log1p((cv * mean / base) ** 2)
-    x = base * np.exp(np.sqrt(sigma2) * normal - sigma2 / 2) if sigma2 > 0 else np.full(n, base)
-    return 1 + np.floor(x + uniform).astype(np.int64)
+    def __getitem__(self, i: int, /) -> tuple[int, ...]: ...
 
 
 class Workload:
-    """A source of jobs: pull those that have arrived, tell it who left, ask when the next one comes.
+    """A source of requests: pull those that have arrived, tell it who left, ask when the next one comes.
 
-    Columns are indexed by request id (0, 1, ...); jobs are built when they arrive.
+    Columns are indexed by request id (0, 1, ...); requests are built when they arrive.
 
     Parameters
     ----------
     config : WorkloadConfig
     arrival_s : FloatArray, shape (N,)
-        Arrival times, non-decreasing; for ``closed``, the think time before each request instead.
+        Arrival times, non-decreasing; where ``follows`` is not -1, seconds after that request left.
     prompt_tokens, limit_tokens, prompt : IntArray, shape (N,)
+        ``prompt`` is the index of the recorded prompt whose entropies a request follows.
     xi : FloatArray, shape (N,)
+        Uniform numbers: which of two neighbouring recordings a request reads (see ``sim.trajectories``).
     greedy : bool
     skipped_rows : int
         Trace rows left out.
-    prefix_hashes : sequence of tuple of int, optional
-        Per request, the chained hashes of its full prompt pages (prefix caching).
+    prefix_hashes : PrefixHashes, optional
+    follows : IntArray, shape (N,), optional
+        The request that has to leave first, or -1; at most one request follows another. Default: all -1.
+    client : IntArray, shape (N,), optional
+        ``Request.client``; default -1.
+    expected_tokens : IntArray, shape (N,), optional
+        ``Request.expected_tokens``; default 0 (unknown).
+
+    Raises
+    ------
+    BadInputError
+        If times are negative, not finite, beyond the clock's range, or (without ``follows``) not sorted.
     """
 
     def __init__(
@@ -108,71 +89,94 @@ class Workload:
         xi: FloatArray,
         greedy: bool = False,
         skipped_rows: int = 0,
-        prefix_hashes: Sequence[tuple[int, ...]] | None = None,
+        prefix_hashes: PrefixHashes | None = None,
+        follows: IntArray | None = None,
+        client: IntArray | None = None,
+        expected_tokens: IntArray | None = None,
     ) -> None:
         self.config = config
         self.arrival_s, self.prompt_tokens, self.limit_tokens = arrival_s, prompt_tokens, limit_tokens
         self.prompt, self.xi, self.greedy, self.skipped_rows = prompt, xi, greedy, skipped_rows
-        self.prefix_hashes = prefix_hashes
-        self.expected_tokens: IntArray | None = None  # predicted output lengths, (N,); see sim.predictions
-        self._closed = config.kind == "closed"
+        self.prefix_hashes, self.client, self.expected_tokens = prefix_hashes, client, expected_tokens
+        _check_times(arrival_s, ordered=follows is None)
         self._heap: list[tuple[float, int]] = []
+        self._follower: IntArray | None = None
         self._next = 0
-        if not (np.abs(arrival_s) <= _LATEST_S).all():
-            raise BadInputError(
-                "arrivals too late for a clock in float64 seconds",
-                where="workload",
-                field="rate_per_s, rate_scale",
-                value=float(np.max(arrival_s)),
-                allowed=f"arrivals before {_LATEST_S:g} s",
-                remedy="raise the rate",
-            )
-        if not self._closed and ((np.diff(arrival_s) < 0).any() or (len(self) and arrival_s[0] < 0)):
-            raise BadInputError(
-                "arrivals must be sorted and not negative", field="arrival_s", remedy="sort them stably"
-            )
-        if self._closed:
-            for i in range(min(config.users, len(self))):
-                heappush(self._heap, (float(arrival_s[i]), i))
+        if follows is not None:
+            self._follower = np.full(len(self), -1, np.int64)
+            self._follower[follows[follows >= 0]] = np.flatnonzero(follows >= 0)
+            first = np.flatnonzero(follows < 0)
+            self._heap = list(zip(arrival_s[first].tolist(), first.tolist(), strict=True))
+            heapify(self._heap)
+        self._next_s = _NEVER
+        self._advance()
 
     def __len__(self) -> int:
         return int(self.arrival_s.shape[0])
 
-    def _job(self, i: int, at_s: float) -> Job:
-        limit = int(self.limit_tokens[i])
-        hashes = self.prefix_hashes[i] if self.prefix_hashes is not None else ()
-        told = int(self.expected_tokens[i]) if self.expected_tokens is not None else 0
-        request = Request(i, at_s, int(self.prompt_tokens[i]), limit, self.greedy, hashes, expected_tokens=told)
-        known = limit if self.config.runs_to_limit else None
-        return Job(request, known, int(self.prompt[i]), float(self.xi[i]))
+    def _advance(self) -> None:
+        """Look up when the next request comes."""
+        if self._follower is not None:
+            self._next_s = self._heap[0][0] if self._heap else _NEVER
+        else:
+            self._next_s = float(self.arrival_s[self._next]) if self._next < len(self) else _NEVER
+
+    def _request(self, i: int, at_s: float) -> Request:
+        return Request(
+            i,
+            at_s,
+            int(self.prompt_tokens[i]),
+            int(self.limit_tokens[i]),
+            self.greedy,
+            self.prefix_hashes[i] if self.prefix_hashes is not None else (),
+            int(self.client[i]) if self.client is not None else -1,
+            int(self.expected_tokens[i]) if self.expected_tokens is not None else 0,
+        )
 
     def next_s(self) -> float | None:
         """Return the time of the next arrival that is known, or None (closed: until somebody leaves; else: the end)."""
-        if self._closed:
-            return self._heap[0][0] if self._heap else None
-        return float(self.arrival_s[self._next]) if self._next < len(self) else None
+        return self._next_s if self._next_s < _NEVER else None
 
-    def arrived(self, now_s: float) -> deque[Job]:
-        """Remove and return the jobs with arrival <= ``now_s``, in arrival order, ties by id."""
-        jobs: deque[Job] = deque()
-        if self._closed:
-            while self._heap and self._heap[0][0] <= now_s:
+    def arrived(self, now_s: float) -> Sequence[Request]:
+        """Remove and return the requests with arrival <= ``now_s``, in arrival order, ties by id."""
+        if now_s < self._next_s:
+            return ()
+        requests = []
+        while self._next_s <= now_s:
+            if self._follower is not None:
                 at_s, i = heappop(self._heap)
-                jobs.append(self._job(i, at_s))
-            return jobs
-        while self._next < len(self) and self.arrival_s[self._next] <= now_s:
-            jobs.append(self._job(self._next, float(self.arrival_s[self._next])))
-            self._next += 1
-        return jobs
+            else:
+                at_s, i = self._next_s, self._next
+                self._next += 1
+            requests.append(self._request(i, at_s))
+            self._advance()
+        return requests
 
     def left(self, request_id: int, now_s: float) -> None:
-        """Tell the workload that a request left (served or refused): a closed-loop user starts to think."""
-        if self._closed and (following := request_id + self.config.users) < len(self):
+        """Tell the workload that a request left (served or refused): whoever follows it starts to think."""
+        if self._follower is not None and (following := int(self._follower[request_id])) >= 0:
             heappush(self._heap, (now_s + float(self.arrival_s[following]), following))
+            self._advance()
 
 
-def make_workload(config: WorkloadConfig, seed: int, prompts: int, *, greedy: bool = False) -> Workload:
-    """Draw a workload.
+def _check_times(arrival_s: FloatArray, *, ordered: bool) -> None:
+    if not (np.abs(arrival_s) <= _LATEST_S).all():
+        raise BadInputError(
+            "arrivals too late for a clock in float64 seconds",
+            where="workload",
+            field="rate_per_s, rate_scale",
+            value=float(np.max(arrival_s)),
+            allowed=f"arrivals before {_LATEST_S:g} s",
+            remedy="raise the rate",
+        )
+    if (arrival_s < 0).any() or (ordered and (np.diff(arrival_s) < 0).any()):
+        raise BadInputError("arrivals must be sorted and not negative", field="arrival_s", remedy="sort them stably")
+
+
+def make_workload(
+    config: WorkloadConfig, seed: int, prompts: int, *, greedy: bool = False, page_tokens: int | None = None
+) -> Workload:
+    """Draw a workload, or read it.
 
     Parameters
     ----------
@@ -183,38 +187,118 @@ def make_workload(config: WorkloadConfig, seed: int, prompts: int, *, greedy: bo
         Number of recorded prompts to choose from.
     greedy : bool
         Every request is decoded at T = 0.
+    page_tokens : int, optional
+        Tokens per KV page, if prefixes are to be shared; otherwise requests carry no hashes.
 
     Raises
     ------
     BadInputError
-        If a trace cannot be read.
+        If a trace cannot be read or its window is empty, a block of its hashes is not a whole number of pages, or
+        times leave the clock's range.
     """
-    arrivals, lengths, entropy = (stream(seed, name) for name in ("arrivals", "lengths", "entropy"))
-    skipped = 0
-    if config.kind == "azure":
-        trace = read_azure(config.trace, config.trace_rows or None)
-        n, skipped = len(trace), int(trace.skipped.shape[0])
-        with np.errstate(over="ignore"):  # what overflows is refused below
-            at_s = trace.arrival_s / config.rate_scale
-        prompt_tokens, limit_tokens = trace.prompt_tokens, trace.output_tokens
+    build = _replayed if config.replays else _conversations if config.kind == "sessions" else _drawn
+    return build(config, seed, prompts, greedy, page_tokens)
+
+
+def _entropy(seed: int, prompts: int, n: int) -> tuple[IntArray, FloatArray]:
+    """Draw which recorded prompt each request follows, and its number xi."""
+    rng = stream(seed, "entropy")
+    return rng.integers(0, prompts, n), rng.random(n)
+
+
+def _drawn(config: WorkloadConfig, seed: int, prompts: int, greedy: bool, page_tokens: int | None) -> Workload:  # noqa: ARG001 - drawn prompts share nothing
+    n, lengths = config.n_requests, stream(seed, "lengths")
+    follows = client = None
+    if config.kind == "closed":
+        at_s = stream(seed, "arrivals").standard_exponential(n) * config.think_s
+        follows = np.maximum(np.arange(n) - config.users, -1)
+        client = np.arange(n) % config.users
     else:
-        n = config.n_requests
-        unit = arrivals.standard_exponential(n)
-        if config.kind == "poisson":
-            with np.errstate(over="ignore"):
-                at_s = (np.cumsum(unit, dtype=np.longdouble) / config.rate_per_s).astype(np.float64)
-        else:
-            at_s = unit * config.think_s if config.kind == "closed" else np.zeros(n)
-        prompt_tokens = lognormal_lengths(lengths, n, config.prompt_tokens, config.prompt_cv)
-        limit_tokens = lognormal_lengths(lengths, n, config.output_tokens, config.output_cv)
-    prompt = entropy.integers(0, prompts, n)
+        at_s = arrival_times(config, n, seed)
+    prompt_tokens = lognormal_lengths(lengths, n, config.prompt_tokens, config.prompt_cv)
+    limit_tokens = lognormal_lengths(lengths, n, config.output_tokens, config.output_cv)
+    prompt, xi = _entropy(seed, prompts, n)
     return Workload(
         config,
         at_s,
         prompt_tokens=prompt_tokens,
         limit_tokens=limit_tokens,
         prompt=prompt,
-        xi=entropy.random(n),
+        xi=xi,
         greedy=greedy,
-        skipped_rows=skipped,
+        follows=follows,
+        client=client,
     )
+
+
+def _conversations(config: WorkloadConfig, seed: int, prompts: int, greedy: bool, page_tokens: int | None) -> Workload:
+    drawn = draw_sessions(config, seed)
+    prompt, xi = _entropy(seed, prompts, config.n_requests)
+    hashes = (
+        SessionHashes(drawn.session, drawn.prompt_tokens, page_tokens, config.shared_tokens) if page_tokens else None
+    )
+    return Workload(
+        config,
+        drawn.arrival_s,
+        prompt_tokens=drawn.prompt_tokens,
+        limit_tokens=drawn.limit_tokens,
+        prompt=prompt,
+        xi=xi,
+        greedy=greedy,
+        prefix_hashes=hashes,
+        follows=drawn.follows,
+        client=drawn.session,
+    )
+
+
+def _replayed(config: WorkloadConfig, seed: int, prompts: int, greedy: bool, page_tokens: int | None) -> Workload:
+    trace = read_trace(config.trace, config.kind)
+    trace, period_s = _part(trace, config)
+    times = config.trace_repeat
+    at_s = trace.arrival_s
+    if times > 1:
+        at_s = (np.arange(times)[:, None] * period_s + at_s).ravel()
+    with np.errstate(over="ignore"):  # what overflows is refused
+        at_s = at_s / config.rate_scale
+    hashes = (
+        BlockHashes(trace.blocks, trace.prompt_tokens, page_tokens, where=config.trace)
+        if page_tokens and trace.blocks is not None
+        else None
+    )
+    client = trace.client
+    if client is not None and times > 1:
+        known = int(client.max()) + 1  # those of another repetition are other people
+        client = np.where(client < 0, -1, client + np.arange(times)[:, None] * known).ravel()
+    prompt, xi = _entropy(seed, prompts, at_s.shape[0])
+    return Workload(
+        config,
+        at_s,
+        prompt_tokens=np.tile(trace.prompt_tokens, times),
+        limit_tokens=np.tile(trace.output_tokens, times),
+        prompt=prompt,
+        xi=xi,
+        greedy=greedy,
+        skipped_rows=trace.skipped_rows,
+        prefix_hashes=hashes,
+        client=client,
+    )
+
+
+def _part(trace: Trace, config: WorkloadConfig) -> tuple[Trace, float]:
+    """Return the rows of the window, at most ``trace_rows``, and the period of their repetition."""
+    start_s, length_s, last_s = config.window_start_s, config.window_s, float(trace.arrival_s[-1])
+    if start_s > 0 or length_s > 0:
+        end_s = start_s + length_s if length_s > 0 else _NEVER
+        first, after = np.searchsorted(trace.arrival_s, [start_s, end_s]).tolist()
+        if first == after:
+            raise BadInputError(
+                "no row lies in the window",
+                where=config.trace,
+                field="window_start_s, window_s",
+                value=(start_s, length_s),
+                allowed=f"the rows span {last_s:g} s",
+            )
+        trace = trace.take(np.arange(first, after), start_s)
+    if config.trace_rows:
+        trace = trace.take(np.arange(min(config.trace_rows, len(trace))))
+    return trace, length_s if length_s > 0 else float(trace.arrival_s[-1])

@@ -26,7 +26,8 @@ from entropic_ctl.loop import Loop
 from entropic_ctl.metrics_summary import merge
 from entropic_ctl.perfetto import PerfettoFile
 from entropic_ctl.scheduling.base import ScheduleView
-from sim.arrivals import Job, Workload
+from entropic_ctl.signals import Request
+from sim.arrivals import Workload
 from sim.cost import CostModel
 from sim.maker import Maker
 from sim.replica import Progress, Replica, SimulationResult
@@ -49,7 +50,7 @@ class Inbox:
 
     def __init__(self, front: Front, env: simpy.Environment, loop: Loop, engine: EngineConfig) -> None:
         self._front, self._env, self._loop, self._engine = front, env, loop, engine
-        self._jobs: deque[Job] = deque()
+        self._jobs: deque[Request] = deque()
         self._prompts: dict[int, int] = {}  # prompt tokens of requests that have not left
         self._prompt_tokens = 0
         self._wake: simpy.Event | None = None
@@ -59,13 +60,13 @@ class Inbox:
 
     def next_s(self) -> float | None:
         """Return the arrival of the first waiting job, or None."""
-        return self._jobs[0].request.arrival_s if self._jobs else None
+        return self._jobs[0].arrival_s if self._jobs else None
 
-    def arrived(self, now_s: float) -> list[Job]:
+    def arrived(self, now_s: float) -> list[Request]:
         """Remove and return the jobs with arrival <= ``now_s``, in the order they were sent."""
         self._front.route(now_s)
         out = []
-        while self._jobs and self._jobs[0].request.arrival_s <= now_s:
+        while self._jobs and self._jobs[0].arrival_s <= now_s:
             out.append(self._jobs.popleft())
         return out
 
@@ -74,11 +75,11 @@ class Inbox:
         self._prompt_tokens -= self._prompts.pop(request_id)
         self._front.left(request_id, now_s)
 
-    def put(self, job: Job) -> None:
+    def put(self, job: Request) -> None:
         """Take a job, and wake the replica if it sleeps."""
         self._jobs.append(job)
-        self._prompts[job.request.id] = job.request.prompt_tokens
-        self._prompt_tokens += job.request.prompt_tokens
+        self._prompts[job.id] = job.prompt_tokens
+        self._prompt_tokens += job.prompt_tokens
         if self._wake is not None:
             self._wake.succeed()
             self._wake = None
@@ -132,8 +133,8 @@ class Front:
         """Send off what has arrived by ``now_s``."""
         while jobs := self.workload.arrived(now_s):
             for job in jobs:
-                standings = [inbox.standing(job.request.arrival_s) for inbox in self.inboxes]
-                self.inboxes[self._router.choose(job.request, standings)].put(job)
+                standings = [inbox.standing(job.arrival_s) for inbox in self.inboxes]
+                self.inboxes[self._router.choose(job, standings)].put(job)
                 self.sent += 1
 
     def left(self, request_id: int, now_s: float) -> None:

@@ -30,8 +30,8 @@ from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import NoProgressError
 from entropic_ctl.loop import Loop
 from entropic_ctl.perfetto import PerfettoFile
-from entropic_ctl.signals import Finish, StepPlan, StepResult
-from sim.arrivals import Job, Workload, make_workload
+from entropic_ctl.signals import Finish, Request, StepPlan, StepResult
+from sim.arrivals import Workload, make_workload
 from sim.clock import Clock
 from sim.cost import CostModel
 from sim.maker import Maker
@@ -79,7 +79,7 @@ class Source(Protocol):
         """Return when the next request arrives, None while none is known."""
         ...
 
-    def arrived(self, now_s: float) -> Iterable[Job]:
+    def arrived(self, now_s: float) -> Iterable[Request]:
         """Remove and return what has arrived (something false when nothing has)."""
         ...
 
@@ -99,7 +99,7 @@ class Replica:
     cost : CostModel
     trajectories : Trajectories
     workload : Source
-        Source of jobs; told who left.
+        Source of requests; told who left.
     metrics : Collector
         Hears every submission, refusal and step.
     pool_tokens : int
@@ -187,11 +187,11 @@ class Replica:
         now_s, upcoming = self.clock.now_s, self.workload.next_s()
         if upcoming is None or upcoming > now_s:
             return
-        while jobs := self.workload.arrived(now_s):
-            for job in jobs:
+        while requests := self.workload.arrived(now_s):
+            for request in requests:
                 self.submitted += 1
-                self.metrics.submitted(job.request)
-                refusal = self.loop.submit(job.request)
+                self.metrics.submitted(request)
+                refusal = self.loop.submit(request)
                 if refusal is not None:
                     self.metrics.refused(refusal)
                     self._leave(refusal)
@@ -268,7 +268,14 @@ def simulate(
     law = config.loop.temperature.config
     if workload is None:
         greedy = law.temperature == 0.0
-        workload = make_workload(config.workload, config.seed, Trajectories.count_prompts(bank), greedy=greedy)
+        engine = config.engine
+        workload = make_workload(
+            config.workload,
+            config.seed,
+            Trajectories.count_prompts(bank),
+            greedy=greedy,
+            page_tokens=engine.page_tokens if engine.prefix_caching else None,
+        )
     if config.cluster.replicas > 1:
         from sim.cluster import simulate_cluster
 

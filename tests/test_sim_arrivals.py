@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from entropic_ctl.config import WorkloadConfig
 from entropic_ctl.errors import BadInputError
-from sim.arrivals import Workload, lognormal_lengths, make_workload
+from sim.arrivals import Workload, make_workload
+from sim.lengths import lognormal_lengths
 from sim.streams import stream
 
 
@@ -71,8 +72,8 @@ def test_burst_and_poisson_are_pulled_in_order() -> None:
         now = upcoming
         jobs = work.arrived(now)
         assert jobs  # what is due is there: no zero-delay loop
-        assert all(job.request.arrival_s <= now for job in jobs)
-        seen += [job.request.id for job in jobs]
+        assert all(job.arrival_s <= now for job in jobs)
+        seen += [job.id for job in jobs]
     assert seen == list(range(30))
 
 
@@ -80,19 +81,19 @@ def test_closed_loop_keeps_each_user_to_one_request() -> None:
     work = make_workload(WorkloadConfig(kind="closed", n_requests=7, users=3, think_s=2.0), 0, 1)
     think = work.arrival_s
     jobs = work.arrived(1e9)
-    assert sorted(job.request.id for job in jobs) == [0, 1, 2]
+    assert sorted(job.id for job in jobs) == [0, 1, 2]
     assert work.next_s() is None  # everybody waits
     work.left(1, 10.0)
     assert work.next_s() == 10.0 + think[4]
     assert not work.arrived(10.0 + think[4] - 1e-9)
-    assert [job.request.id for job in work.arrived(10.0 + think[4])] == [4]
+    assert [job.id for job in work.arrived(10.0 + think[4])] == [4]
     work.left(4, 20.0)  # user 1 has no further request: 7 does not exist
     assert work.next_s() is None
 
 
 def test_closed_loop_without_thinking_starts_at_once() -> None:
     work = make_workload(WorkloadConfig(kind="closed", n_requests=9, users=4), 0, 1)
-    assert [job.request.id for job in work.arrived(0.0)] == [0, 1, 2, 3]
+    assert [job.id for job in work.arrived(0.0)] == [0, 1, 2, 3]
 
 
 def test_azure_rate_scale(tmp_path: Path) -> None:
@@ -105,11 +106,9 @@ def test_azure_rate_scale(tmp_path: Path) -> None:
         WorkloadConfig(kind="azure", trace=str(path), rate_scale=4.0, n_requests=10, output_length="limit"), 0, 1
     )
     jobs = work.arrived(1e9)
-    assert [
-        (j.request.arrival_s, j.request.prompt_tokens, j.request.max_new_tokens, j.output_tokens) for j in jobs
-    ] == [
-        (0.0, 3, 4, 4),
-        (2.5, 5, 6, 6),
+    assert [(j.arrival_s, j.prompt_tokens, j.max_new_tokens) for j in jobs] == [
+        (0.0, 3, 4),
+        (2.5, 5, 6),
     ]
     assert work.skipped_rows == 1
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropic_ctl.config import ClusterConfig
-from entropic_ctl.scheduling.base import ScheduleView
+from entropic_ctl.scheduling.base import Departures, ScheduleView
 from entropic_ctl.signals import Request
 from sim.routers import ROUTERS, Entropic, LeastLoaded, PrefixAffinity, RoundRobin, Standing, make_router
 
@@ -43,6 +43,10 @@ def view(
         pool_pages=100,
         token_budget=512,
         step_s=0.1,
+        client=np.full(n, -1),
+        expected_tokens=np.zeros(n, np.int64),
+        prompt_computed=counts - np.array(generated, np.int64),
+        departed=Departures(*np.empty((4, 0), np.int64)),
     )
 
 

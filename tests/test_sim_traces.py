@@ -1,4 +1,4 @@
-"""Azure traces: exact times, stable order, and an error with file, line and column for every bad row."""
+"""Azure traces and what all formats share: exact times, stable order, and an error with file, line and column for every bad row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from entropic_ctl.errors import BadInputError
-from sim.traces import MAX_TOKENS, azure_rows, read_azure
+from sim.traces import MAX_TOKENS, read_trace
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
 
@@ -22,14 +22,14 @@ def write(path: Path, rows: list[str], header: str = HEADER, end: str = "\r\n") 
 
 def test_s10_seven_fractional_digits_and_crlf(tmp_path: Path) -> None:
     times = ["03.0010000", "03.0020000", "03.0090000", "03.0110000"]
-    trace = read_azure(write(tmp_path / "t.csv", [f"2023-11-16 18:17:{t},10,2" for t in times]))
+    trace = read_trace(write(tmp_path / "t.csv", [f"2023-11-16 18:17:{t},10,2" for t in times]))
     np.testing.assert_allclose(trace.arrival_s, [0, 0.001, 0.008, 0.010], rtol=0, atol=1e-12)
     assert trace.line.tolist() == [2, 3, 4, 5]
 
 
 def test_s9_unsorted_rows_are_sorted_stably(tmp_path: Path) -> None:
     rows = [f"2023-11-16 18:17:{s:02d}.0000000,{p},1" for s, p in ((0, 1), (5, 2), (3, 3), (5, 4))]
-    trace = read_azure(write(tmp_path / "t.csv", rows))
+    trace = read_trace(write(tmp_path / "t.csv", rows))
     assert trace.arrival_s.tolist() == [0, 3, 5, 5]
     assert trace.prompt_tokens.tolist() == [1, 3, 2, 4]  # the ties at 5 keep their order in the file
 
@@ -46,7 +46,7 @@ def test_s9_unsorted_rows_are_sorted_stably(tmp_path: Path) -> None:
     ],
 )
 def test_time_spellings(tmp_path: Path, first: str, second: str, gap: float) -> None:
-    trace = read_azure(write(tmp_path / "t.csv", [f"{first},1,1", f"{second},1,1"], end="\n"))
+    trace = read_trace(write(tmp_path / "t.csv", [f"{first},1,1", f"{second},1,1"], end="\n"))
     np.testing.assert_allclose(trace.arrival_s, [0, gap], rtol=0, atol=1e-12)
 
 
@@ -77,7 +77,7 @@ def test_time_spellings(tmp_path: Path, first: str, second: str, gap: float) -> 
 def test_bad_row_names_file_line_column_value_and_range(tmp_path: Path, row: str, needles: list[str]) -> None:
     path = write(tmp_path / "trace.csv", ["2023-11-16 18:17:02.0000000,1,1", row])
     with pytest.raises(BadInputError) as caught:
-        read_azure(path)
+        read_trace(path)
     for needle in ["trace.csv:3", "allowed", *needles]:
         assert needle in str(caught.value)
 
@@ -96,25 +96,25 @@ def test_bad_row_names_file_line_column_value_and_range(tmp_path: Path, row: str
 def test_bad_file(tmp_path: Path, content: bytes, needle: str) -> None:
     (tmp_path / "t.csv").write_bytes(content)
     with pytest.raises(BadInputError, match=needle):
-        read_azure(tmp_path / "t.csv")
+        read_trace(tmp_path / "t.csv", "azure")
 
 
 @pytest.mark.parametrize("stray", ["9999-12-31 00:00:00", "0001-01-01 00:00:00"])
 def test_a_stray_date_centuries_away_is_an_error_not_an_overflow(tmp_path: Path, stray: str) -> None:
     path = write(tmp_path / "t.csv", ["2023-11-16 18:17:03,1,1", f"{stray},1,1"])
     with pytest.raises(BadInputError, match=r"t\.csv: TIMESTAMP: .* lie between lines (2 and 3|3 and 2)"):
-        read_azure(path)
+        read_trace(path)
 
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     for path in (tmp_path / "absent.csv", tmp_path):
         with pytest.raises(BadInputError, match="cannot read trace"):
-            read_azure(path)
+            read_trace(path)
 
 
 def test_rows_without_output_are_reported_not_lost(tmp_path: Path) -> None:
     rows = ["2023-11-16 18:17:03,10,2", "2023-11-16 18:17:01,10,0", "", "2023-11-16 18:17:04,10,1"]
-    trace = read_azure(write(tmp_path / "t.csv", rows))
+    trace = read_trace(write(tmp_path / "t.csv", rows))
     assert len(trace) == 2
     assert trace.skipped.tolist() == [3]
     assert trace.arrival_s.tolist() == [0, 1]  # time starts at the first request that is simulated
@@ -125,22 +125,16 @@ def test_any_order_equals_the_stable_sort(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[int, int, int]]
 ) -> None:
     path = write(tmp_path_factory.mktemp("a") / "t.csv", [f"2023-11-16 00:00:{s:02d},{p},{g}" for s, p, g in rows])
-    trace = read_azure(path)
+    trace = read_trace(path)
     expected = sorted(rows, key=lambda row: row[0])
     assert trace.prompt_tokens.tolist() == [row[1] for row in expected]
     assert trace.output_tokens.tolist() == [row[2] for row in expected]
     assert (np.diff(trace.arrival_s) >= 0).all()
 
 
-def test_limit_keeps_the_earliest(tmp_path: Path) -> None:
-    path = write(tmp_path / "t.csv", [f"2023-11-16 00:00:0{s},{s + 1},1" for s in (3, 1, 2)])
-    assert read_azure(path, 2).prompt_tokens.tolist() == [2, 3]
-
-
 def test_the_public_trace(azure_trace: Path) -> None:
-    trace = read_azure(azure_trace)
+    trace = read_trace(azure_trace)
     assert len(trace) == 19_366
     assert int(trace.output_tokens.sum()) == 4_088_665
     assert 3_500 < trace.arrival_s[-1] < 3_502
-    first = next(iter(azure_rows(azure_trace)))
-    assert first[2:] == (374, 44)
+    assert (trace.line[0], trace.prompt_tokens[0], trace.output_tokens[0]) == (2, 374, 44)
