@@ -89,7 +89,7 @@ def ratios(table: dict[str, Any]) -> dict[str, dict[str, dict[str, float] | None
     """
     from entropic_ctl import cli_run
 
-    paired = cli_run.need("paper_repro.verdicts", "sim").paired
+    paired = cli_run.need("sim.intervals", "sim").paired
     base = table["router"] == _BASE
     out: dict[str, dict[str, dict[str, float] | None]] = {}
     for name in dict.fromkeys(table["router"].tolist()):

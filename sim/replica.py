@@ -185,8 +185,8 @@ class Replica:
     def _take_in(self) -> None:
         """Submit what has arrived. A refusal may release the next request of the same user, hence the loop."""
         now_s, upcoming = self.clock.now_s, self.workload.next_s()
-        if upcoming is None or upcoming > now_s:
-            return
+        if self._idle_event is None and (upcoming is None or upcoming > now_s):
+            return  # an inbox is always asked: a request may arrive at this very instant and not be routed yet
         while requests := self.workload.arrived(now_s):
             for request in requests:
                 self.submitted += 1

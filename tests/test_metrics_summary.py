@@ -100,8 +100,7 @@ def test_queue_depth_is_the_time_average_of_a_recount(seed: int, kind: str) -> N
 class Powered:
     """Two seconds and ten joules a step, three watts when idle."""
 
-    class device:  # noqa: N801
-        idle_w = 3.0
+    idle_power_w = 3.0
 
     def step(self, load: StepLoad) -> StepCost:
         return StepCost(2.0, 100.0, 50.0, 10.0)

@@ -71,7 +71,7 @@ def test_lag_delays_every_law_by_whole_tokens(values: list[float], lag: int) -> 
     assert late.u[2] == direct.u[2]
     assert late.theta[2] == direct.theta[2]
     assert late.timer[2] == direct.timer[2]
-    assert np.array_equal(late._stats, direct._stats)
+    assert np.array_equal(late.stats, direct.stats)
     assert late.temperature.updates == max(0, len(values) - lag)  # type: ignore[attr-defined]
 
 
@@ -99,7 +99,7 @@ def test_several_tokens_of_one_slot_in_one_call_equal_one_call_each(tokens: list
         apart.observe(slots[i : i + 1], h[i : i + 1], h[i : i + 1], NO)
     assert np.array_equal(together.u, apart.u)
     assert np.array_equal(together.theta, apart.theta)
-    assert np.array_equal(together._stats, apart._stats)
+    assert np.array_equal(together.stats, apart.stats)
 
 
 def test_greedy_and_invalid_rows() -> None:
@@ -168,7 +168,7 @@ def test_float32_entropies_update_in_float64() -> None:
         p.start(np.arange(2))
         for _ in range(3):
             p.observe(np.arange(2), values, values, np.zeros(2, np.bool_))
-    assert np.array_equal(wide._stats, narrow._stats)
+    assert np.array_equal(wide.stats, narrow.stats)
     assert np.array_equal(wide.u, narrow.u)
 
 
@@ -190,7 +190,7 @@ def test_slots_are_started_once_and_forgotten() -> None:
     p.observe(np.array([0]), np.ones(1), np.ones(1), NO)
     p.stop(np.array([0, 1]))
     assert not p.active.any()
-    for column in (p.u, p.theta, p.timer, p.seen, p._stats, p._late):
+    for column in (p.u, p.theta, p.timer, p.seen, p.stats, p._late):
         assert not column.any()
     with pytest.raises(BadInputError, match="observation_lag"):
         policy(-1)

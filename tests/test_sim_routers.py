@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import schedule_view
 from hypothesis import given
 from hypothesis import strategies as st
 
 from entropic_ctl.config import ClusterConfig
-from entropic_ctl.scheduling.base import Departures, ScheduleView
+from entropic_ctl.scheduling.base import ScheduleView
 from entropic_ctl.signals import Request
 from sim.routers import ROUTERS, Entropic, LeastLoaded, PrefixAffinity, RoundRobin, Standing, make_router
 
@@ -21,32 +22,17 @@ def view(
     known: list[int], generated: list[int], reduction: list[float] | None = None, cached: list[int] | None = None
 ) -> ScheduleView:
     n = len(known)
-    zeros, counts = np.zeros(n), np.array(known, np.int64)
-    return ScheduleView(
-        now_s=0.0,
-        arrival_s=zeros,
-        arrival_order=np.arange(n),
-        prompt_tokens=counts - np.array(generated, np.int64),
+    counts, new = np.array(known, np.int64), np.array(generated, np.int64)
+    return schedule_view.view(
+        n,
+        prompt_tokens=counts - new,
         known_tokens=counts,
         cached_tokens=counts - 1 if cached is None else np.array(cached, np.int64),
-        generated_tokens=np.array(generated, np.int64),
-        token_limit=np.full(n, 100),
+        generated_tokens=new,
         pages=-(-counts // 16),
-        waited_steps=np.zeros(n, np.int64),
-        seated=np.ones(n, bool),
-        entropy=zeros,
-        entropy_mean=zeros,
-        reduction_ewma=zeros if reduction is None else np.array(reduction),
-        entropy_cov1=zeros,
-        entropy_var=zeros,
-        seen=np.full(n, 0 if reduction is None else 5),
-        pool_pages=100,
+        reduction_ewma=0.0 if reduction is None else np.array(reduction),
+        seen=0 if reduction is None else 5,
         token_budget=512,
-        step_s=0.1,
-        client=np.full(n, -1),
-        expected_tokens=np.zeros(n, np.int64),
-        prompt_computed=counts - np.array(generated, np.int64),
-        departed=Departures(*np.empty((4, 0), np.int64)),
     )
 
 
