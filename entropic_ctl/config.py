@@ -22,6 +22,7 @@ from entropic_ctl.workload_config import READ_BY, WorkloadConfig
 
 __all__ = [
     "LAWS",
+    "TABLES",
     "ClusterConfig",
     "CostConfig",
     "EngineConfig",
@@ -217,7 +218,7 @@ class RunConfig:
         fields.check(self)
 
 
-_PLAIN = {
+TABLES = {
     "workload": WorkloadConfig,
     "engine": EngineConfig,
     "model": ModelConfig,
@@ -226,6 +227,7 @@ _PLAIN = {
     "slo": SloConfig,
     "speculation": SpeculationConfig,
 }
+"""Tables of a run besides ``loop``, with what describes each."""
 
 
 class _Lines:
@@ -283,7 +285,7 @@ def _refuse_unread(workload: WorkloadConfig, written: Mapping[str, Any], where: 
 def from_mapping(values: Mapping[str, Any], *, where: str = "config", source: str = "") -> RunConfig:
     """Build a :class:`RunConfig` from nested mappings (a parsed TOML file, or a resolved config)."""
     lines = _Lines(source)
-    known = {"seed", *_PLAIN, "loop"}
+    known = {"seed", *TABLES, "loop"}
     for key in values:
         if key not in known:
             raise BadInputError(
@@ -295,7 +297,7 @@ def from_mapping(values: Mapping[str, Any], *, where: str = "config", source: st
             )
     built: dict[str, Any] = {
         name: fields.parse(cls, values.get(name, {}), where=where, table=name, line_of=lines.of(name))
-        for name, cls in _PLAIN.items()
+        for name, cls in TABLES.items()
     }
     if source:
         _refuse_unread(built["workload"], values.get("workload", {}), where, lines)
@@ -351,8 +353,9 @@ def load(path: str | Path) -> RunConfig:
 def resolve(config: RunConfig) -> dict[str, Any]:
     """Return the configuration as plain nested dicts, every default spelled out; ``from_mapping`` inverts it."""
     out: dict[str, Any] = {"seed": config.seed}
-    for name in _PLAIN:
-        out[name] = dataclasses.asdict(getattr(config, name))
+    for name in TABLES:
+        values = dataclasses.asdict(getattr(config, name))
+        out[name] = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
     out["loop"] = resolve_loop(config.loop)
     return out
 

@@ -15,17 +15,10 @@ from typing import Any
 
 from entropic_ctl import config as configs
 from entropic_ctl import registry
-from entropic_ctl.config import LAWS, RunConfig
+from entropic_ctl.config import LAWS, TABLES, RunConfig
 from entropic_ctl.errors import BadInputError
 
 __all__ = ["differences", "flat", "full_path", "kind", "parse_values", "value_of", "with_fields"]
-
-_TABLES = {
-    "workload": configs.WorkloadConfig,
-    "engine": configs.EngineConfig,
-    "model": configs.ModelConfig,
-    "cost": configs.CostConfig,
-}
 
 
 def full_path(path: str) -> str:
@@ -42,7 +35,7 @@ def full_path(path: str) -> str:
 def _kinds() -> dict[str, str]:
     """Return every path of every table and law, with the kind of its value."""
     found = {"seed": "integer"}
-    for table, cls in _TABLES.items():
+    for table, cls in TABLES.items():
         found |= {f"{table}.{item.name}": str(item.metadata.get("kind", "")) for item in dataclasses.fields(cls)}
     for table, (package, key, _) in LAWS.items():
         for name in registry.names(package):
@@ -53,7 +46,7 @@ def _kinds() -> dict[str, str]:
 
 
 def kind(path: str, *, where: str = "settings") -> str:
-    """Return the kind of a field: ``number``, ``integer``, ``choice``, ``text`` or ``flag``.
+    """Return the kind of a field: ``number``, ``numbers`` (a list), ``integer``, ``choice``, ``text`` or ``flag``.
 
     Raises
     ------

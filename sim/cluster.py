@@ -173,8 +173,13 @@ def simulate_cluster(
 ) -> SimulationResult:
     """Run ``config.cluster.replicas`` replicas behind a router to the end of the workload.
 
-    Parameters are those of :func:`sim.replica.simulate`, which calls this for more than one replica; ``router``
-    replaces the configured one.
+    Parameters
+    ----------
+    config : RunConfig
+    bank, workload, verdict, uncertified, progress, keep_tokens, cost, trace
+        As in :func:`sim.replica.simulate`, which calls this for more than one replica.
+    router : Router, optional
+        In place of the configured one.
 
     Returns
     -------

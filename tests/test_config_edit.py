@@ -74,7 +74,7 @@ def test_bad_changes_name_the_field(changes: dict[str, object], needle: str) -> 
 
 def test_every_field_of_the_resolved_run_has_a_kind() -> None:
     for path in flat(configs.resolve(BASE)):
-        assert kind(path) in ("number", "integer", "choice", "text", "flag"), path
+        assert kind(path) in ("number", "numbers", "integer", "choice", "text", "flag"), path
 
 
 def test_differences_see_what_is_absent_on_one_side() -> None:
