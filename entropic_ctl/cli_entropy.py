@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from entropic_ctl import cli_live, cli_output, cli_run
-from entropic_ctl.cli_options import Force, Json, MaybeConfig, Model
+from entropic_ctl.cli_options import Json, MaybeConfig, Model
 from entropic_ctl.errors import BadInputError
 
 __all__ = ["register"]
@@ -54,12 +54,8 @@ def record(
         typer.Option("--prompts", metavar="FILE", help="One chat prompt per line, or .jsonl with text, kind, chat."),
     ] = None,
     max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="Longer texts are cut.")] = None,
-    contexts: Annotated[
-        str | None, typer.Option("--contexts", help="Context lengths for the response: 512,4096")
-    ] = None,
-    thetas: Annotated[
-        str | None, typer.Option("--thetas", help="Pruning budgets, nats; the first is 0: 0,0.02")
-    ] = None,
+    contexts: Annotated[str | None, typer.Option("--contexts", help="Context lengths of the response, tokens")] = None,
+    thetas: Annotated[str | None, typer.Option("--thetas", help="Pruning budgets, nats: 0,0.02,...")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Few tokens, short contexts: to try the command.")] = False,
     json_file: Json = None,

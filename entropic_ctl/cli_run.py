@@ -170,7 +170,7 @@ def say(message: str) -> None:
 
 
 def _bank_vocabulary(config: RunConfig) -> int:
-    bank = need("sim.trajectories", "sim").load_bank(config.cost.bank)
+    bank = need("sim.trajectories", "sim").load_bank(config.cost.bank, prompts=1)
     return int(bank.meta["vocab_size"])
 
 

@@ -112,7 +112,13 @@ class CostConfig:
     """What the simulator charges for a step, and where entropies come from."""
 
     preset: str = fields.text("cpu2-smollm2-135m", "device and model shape; see sim/cost.py")
-    bank: str = fields.text("", "recorded entropy bank; empty is the bank shipped with sim")
+    bank: str = fields.text("", "entropy bank (.npz) or fitted model (.json); empty is the bank shipped with sim")
+    bank_prompts: int = fields.integer(32, 1, 10**5, "prompts generated when the bank is a fitted model")
+    beyond_bank: str = fields.choice(
+        "error",
+        ("error", "dense"),
+        "pruned rows longer than the recorded contexts: refused at the start, or run dense and counted",
+    )
 
 
 @dataclass(frozen=True)

@@ -144,6 +144,10 @@ class Workload:
         known = limit if self.config.runs_to_limit else None
         return Job(request, known, int(self.prompt[i]), float(self.xi[i]))
 
+    def longest_context(self) -> int:
+        """Return the largest context a decode row can have, tokens: all but the last token of the longest request."""
+        return int((self.prompt_tokens + self.limit_tokens).max()) - 2 if len(self) else 0
+
     def next_s(self) -> float | None:
         """Return the time of the next arrival that is known, or None (closed: until somebody leaves; else: the end)."""
         if self._closed:

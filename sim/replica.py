@@ -50,8 +50,9 @@ class SimulationResult:
     """Tables (columns by name) and summary of one run; see :mod:`entropic_ctl.metrics` for the columns and units.
 
     ``summary`` also has ``kl_nats_mean`` (recorded KL to dense attention, mean over decode tokens), ``iterations``,
-    ``requests_in`` (submitted), ``requests_out`` (left, refused ones included), ``trace_rows_skipped``, and two counts
-    of tokens for which the bank was read at its edge: ``bank_context_beyond`` and ``bank_temperature_beyond``.
+    ``requests_in`` (submitted), ``requests_out`` (left, refused ones included), ``trace_rows_skipped``, and
+    ``bank_context_beyond``: decode rows with a budget that ran dense because they were longer than the recorded
+    contexts (``cost.beyond_bank = "dense"``).
     """
 
     requests: dict[str, np.ndarray]
@@ -205,7 +206,7 @@ def simulate(
     NoProgressError
         If the replica stalls (see the module).
     """
-    bank = load_bank(config.cost.bank) if bank is None else bank
+    bank = load_bank(config.cost.bank, seed=config.seed, prompts=config.cost.bank_prompts) if bank is None else bank
     law = config.loop.temperature.config
     if workload is None:
         greedy = law.temperature == 0.0
@@ -220,6 +221,9 @@ def simulate(
     trajectories.require_range(config.loop)
     page, pruning = config.engine.page_tokens, config.loop.pruning.config
     trajectories.response.require_rule(config.loop.pruning, page)
+    held = min(config.engine.max_context, config.engine.pages * page) - 1  # the pool bounds a context too
+    longest = min(workload.longest_context(), held)
+    trajectories.response.require_contexts(config.loop.pruning, longest, config.cost.beyond_bank)
     if cost is None:
         cost = costs.preset(config.cost.preset, page, pruning.dense_layers)
     loop = Loop(config.loop, config.engine, int(bank.meta["vocab_size"]), verdict=verdict, uncertified=uncertified)
@@ -248,7 +252,6 @@ def simulate(
         kl_nats_mean=replica.model.kl_sum / replica.model.decode_tokens if replica.model.decode_tokens else 0.0,
         trace_rows_skipped=workload.skipped_rows,
         bank_context_beyond=trajectories.response.beyond_context,
-        bank_temperature_beyond=trajectories.clamped_tokens,
     )
     tokens = metrics.tokens_table() if keep_tokens else None
     return SimulationResult(metrics.requests_table(), metrics.steps_table(), tokens, summary)

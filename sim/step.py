@@ -117,8 +117,11 @@ class StepModel:
         self.decode_tokens += self._decoding
         if not theta.any():
             return ones, zeros, zeros, zeros, theta, None
-        if self._decoding == theta.shape[0] and theta.all():  # the steady state: every row is pruned
-            response = self.trajectories.response(plan.context, theta)
+        recorded = self.trajectories.response
+        if (
+            not recorded.may_leave and self._decoding == theta.shape[0] and theta.all()
+        ):  # the steady state: every row is pruned
+            response = recorded(plan.context, theta)
             kept, mean, worst, shift = (
                 response.kept,
                 response.certificate_mean,
@@ -127,8 +130,10 @@ class StepModel:
             )
         else:
             theta = np.where(self._decode, theta, 0.0)
+            if recorded.may_leave:
+                theta = recorded.dense_beyond(plan.context, theta)
             pruned: IntArray = np.flatnonzero(theta)
-            response = self.trajectories.response(plan.context[pruned], theta[pruned])
+            response = recorded(plan.context[pruned], theta[pruned])
             kept, mean, worst, shift = ones.copy(), zeros.copy(), zeros.copy(), zeros.copy()
             kept[pruned], mean[pruned] = response.kept, response.certificate_mean
             worst[pruned], shift[pruned] = response.certificate_max, response.entropy_shift

@@ -4,9 +4,9 @@ r"""Entropy trajectories: what the simulated model would have shown the controll
 temperatures T_1 < T_2 < ... . At a step whose last temperature was T, with T_j <= T <= T_{j+1}, it reads the
 recording at T_{j+1} if xi < w and the one at T_j otherwise, w = ln(T / T_j) / ln(T_{j+1} / T_j). Choosing instead
 of averaging keeps the variance of the recorded entropies. The temperature of the step *before* selects (the base
-temperature at first), because this step's temperature is decided from what the step shows. Below T_1 and above the
-last recording the nearest one is read, and the tokens concerned are counted. Greedy requests read the lowest
-recorded temperature.
+temperature at first), because this step's temperature is decided from what the step shows. A temperature below T_1 or
+above the last is an error, found before the first step (``require_range``): nothing is extrapolated. Greedy requests
+read the lowest recorded temperature.
 
 **Which token, and the end of text.** Token i of a request is token i of the recording. In mode ``bank`` a request
 ends (EOS) with the last token of a recording that ended by itself. A recording that ended *before* token i says
@@ -39,6 +39,8 @@ from entropic_ctl.bank import Bank
 from entropic_ctl.config import LoopConfig
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FloatArray, IntArray
+from sim.model_file import read_model
+from sim.parametric import generate
 from sim.response import Response, cell
 
 __all__ = ["BankView", "Trajectories", "load_bank"]
@@ -47,14 +49,23 @@ _SLACK = 1e-9
 """Relative distance by which a temperature may miss the grid (exp of a log) before it is an error."""
 
 
-def load_bank(path: str = "") -> Bank:
+def load_bank(path: str = "", *, seed: int = 0, prompts: int = 32) -> Bank:
     """Read a bank; the empty path is the one shipped with this package.
+
+    Parameters
+    ----------
+    path : str
+        ``*.json`` is a fitted model (:mod:`sim.parametric`) from which a bank is generated.
+    seed, prompts : int
+        Root seed and number of prompts of a generated bank; a recorded one ignores them.
 
     Raises
     ------
     BadInputError
         If the file is missing or broken.
     """
+    if path.endswith(".json"):
+        return generate(read_model(path), seed=seed, prompts=prompts)
     if path:
         return banks.load(path)
     with importlib.resources.as_file(importlib.resources.files("sim") / "data" / "smollm2-135m.npz") as shipped:
@@ -161,8 +172,6 @@ class Trajectories:
         base = temperatures[0] if base_temperature <= 0 else base_temperature
         self._u = np.full(prompt.shape[0], np.log(base))
         self._token = np.zeros(prompt.shape[0], np.int64)
-        self.clamped_tokens = 0
-        """Tokens so far whose temperature lay outside the recorded sampling temperatures."""
 
     @staticmethod
     def count_prompts(bank: Bank) -> int:
@@ -177,7 +186,13 @@ class Trajectories:
             left = recorded[j]
             weight = (u - left) / (recorded[j + 1] - left)
             if weight.size and (weight.min() < -_SLACK or weight.max() > 1 + _SLACK):
-                self.clamped_tokens += int(np.count_nonzero((weight < -_SLACK) | (weight > 1 + _SLACK)))
+                raise BadInputError(
+                    "temperature outside those the bank was sampled at",
+                    where="entropy bank",
+                    field="temperature",
+                    value=[float(np.exp(u.min())), float(np.exp(u.max()))],
+                    allowed=f"[{np.exp(recorded[0]):g}, {np.exp(recorded[-1]):g}]",
+                )
             column = j + (self._xi[ids] < weight)
         else:
             column = np.zeros(ids.shape[0], np.int64)
@@ -226,7 +241,9 @@ class Trajectories:
         BadInputError
             Naming the configuration field, its value and the recorded range.
         """
-        low, high = float(self.bank.grid[0]), float(self.bank.grid[-1])
+        sampled = self.bank.temperature  # entropies are tabulated on the grid, texts were sampled at these
+        low = max(float(self.bank.grid[0]), float(sampled.min()))
+        high = min(float(self.bank.grid[-1]), float(sampled.max()))
         law = loop.temperature.config
         fixed = loop.temperature.name == "fixed" and law.temperature > 0
         limits = {"temperature": law.temperature} if fixed else {"t_min": law.t_min, "t_max": law.t_max}
@@ -238,7 +255,7 @@ class Trajectories:
                         field=f"loop.temperature.{name}",
                         value=value,
                         allowed=f"[{low:g}, {high:g}]",
-                        remedy="narrow the clamps or record a wider bank",
+                        remedy="narrow t_min and t_max or record a wider bank (entropic record --temperatures)",
                     )
         top = float(self.bank.theta[-1])
         for name, value in vars(loop.pruning.config).items():

@@ -208,7 +208,7 @@ def tune(
         raise BadInputError(
             "Optuna is not installed", where="tune", remedy="pip install 'entropic-ctl[sweep]'"
         ) from None
-    used = load_bank(config.cost.bank) if bank is None else bank
+    used = load_bank(config.cost.bank, seed=config.seed, prompts=config.cost.bank_prompts) if bank is None else bank
 
     def run(loop: LoopConfig) -> SimulationResult:
         verdict = certify(loop) if certify is not None else None
