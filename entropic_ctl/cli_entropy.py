@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
 import shutil
@@ -11,18 +12,20 @@ from typing import Annotated, Any
 import typer
 
 from entropic_ctl import cli_live, cli_output, cli_run
-from entropic_ctl.cli_options import Json, MaybeConfig, Model
+from entropic_ctl.cli_options import Force, Json, MaybeConfig, Model
 from entropic_ctl.errors import BadInputError
 
 __all__ = ["register"]
 
 _QUICK: dict[str, Any] = {"max_new_tokens": 16, "contexts": (256, 512), "texts": 1, "positions": 4}
+_MOST_REGIMES = 6
 _LISTS = {"--temperatures": float, "--contexts": int, "--thetas": float}
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this module to ``app``."""
     app.command()(record)
+    app.command("fit-entropy")(fit_entropy)
 
 
 def numbers(text: str | None, option: str) -> tuple[float, ...] | None:
@@ -112,6 +115,53 @@ def record(
     counts = {"tokens": int(bank.model_entropy.shape[0]), "trajectories": int(bank.temperature.shape[0])}
     cli_run.write_json(json_file, counts, run)
     cli_run.show(str(out), counts)
+
+
+def fit_entropy(
+    bank: Annotated[Path, typer.Argument(metavar="BANK", help="Entropy bank (.npz); 'shipped' is the one in sim.")],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Model to write (.json).")],
+    *,
+    regimes: Annotated[
+        str, typer.Option("--regimes", help="Number of regimes, 1 to 6; auto takes the best on prompts left out.")
+    ] = "auto",
+    report: Annotated[
+        Path | None, typer.Option("--report", metavar="DIR", help="Write the goodness of fit into this folder.")
+    ] = None,
+    draws: Annotated[int, typer.Option("--draws", min=20, help="Synthetic banks behind each interval.")] = 200,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Root seed of those.")] = 0,
+    force: Force = False,
+    json_file: Json = None,
+) -> None:
+    """Fit a regime-switching model of entropy to a bank, and say where it fits badly.
+
+    Example: `entropic fit-entropy shipped --out model.json --report out/fit`, then `[cost] bank = "model.json"`.
+    """
+    cli_output.check_file(out, "--out", bank)
+    cli_output.check_file(json_file, "--json", out, bank, report)
+    if out.suffix != ".json":
+        raise BadInputError("not a name for a model", where="--out", value=str(out), allowed="FILE.json")
+    if regimes != "auto" and not (regimes.isdecimal() and 1 <= int(regimes) <= _MOST_REGIMES):
+        raise BadInputError("no such number", where="--regimes", value=regimes, allowed=f"auto, 1 to {_MOST_REGIMES}")
+    used = cli_run.need("sim.trajectories", "sim").load_bank("" if str(bank) == "shipped" else str(bank))
+    subject = {"command": "fit-entropy", "bank": used.meta, "regimes": regimes, "draws": draws, "seed": seed}
+    with contextlib.ExitStack() as stack:
+        work = stack.enter_context(cli_output.folder(report, subject, force=force)) if report is not None else None
+        say = stack.enter_context(cli_live.progress("fit-entropy"))
+        with cli_run.placed(bank):
+            found = cli_run.need("sim.goodness", "sim").study(
+                used, None if regimes == "auto" else int(regimes), draws=draws, seed=seed, progress=say
+            )
+        results = cli_run.need("entropic_ctl.results", "sim")
+        stamp = results.stamp(subject, seed)
+        if work is not None:
+            for name, table in found.tables.items():
+                for suffix in ("parquet", "csv"):
+                    results.write_table(work / f"{name}.{suffix}", table, stamp)
+            results.write_json(work / "summary.json", {**found.summary, "stamp": stamp})
+            cli_run.need("figures.entropy_fit", "all").draw(found.tables, work / "entropy_fit.png")
+        cli_run.need("sim.model_file", "sim").write_model(out, found.model, stamp=stamp)
+    cli_run.write_json(json_file, found.summary, subject)
+    cli_run.show(str(out), found.summary)
 
 
 def _command(**options: Any) -> str:

@@ -6,8 +6,8 @@ with T, stays in [0, ln n] and passes through h. The varentropy at a grid point 
 beside it times a positive factor, so V >= 0 and V follows dH/du.
 
 logit r and the logarithm of the factors are a vector y of normal variables given h and the sampling temperature:
-in each of a few bins of x(h), a mean linear in x and u = ln T, a few principal components of the residuals, and independent
-rests. Curves of successive tokens are independent given h. All of it is ours.
+in each of a few bins of x(h), a mean linear in x and u = ln T, a few principal components of the residuals, and
+independent rests. Curves of successive tokens are independent given h. All of it is ours.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from entropic_ctl.signals import FloatArray
+from entropic_ctl.signals import FloatArray, IntArray
 
 __all__ = ["Curves", "draw_curves", "fit_curves"]
 
@@ -39,15 +39,15 @@ class Curves:
     rest: FloatArray
 
 
-def _axis(grid: FloatArray) -> tuple[FloatArray, FloatArray, int]:
+def _axis(grid: FloatArray) -> tuple[FloatArray, IntArray, int]:
     """Return (ln T of the chain's points, which of them are grid points, index of T = 1)."""
-    u = np.log(grid)
+    u: FloatArray = np.log(grid)
     at = int(np.searchsorted(u, 0.0))
     near = [i for i in (at - 1, at) if 0 <= i < u.shape[0] and abs(u[i]) < 1e-9]
     if near:
-        return u, np.arange(u.shape[0]), near[0]
+        return u, np.arange(u.shape[0], dtype=np.int64), near[0]
     chain = np.insert(u, at, 0.0)
-    return chain, np.delete(np.arange(chain.shape[0]), at), at
+    return chain, np.delete(np.arange(chain.shape[0], dtype=np.int64), at), at
 
 
 def _secants(u: FloatArray, h: FloatArray) -> FloatArray:

@@ -1,12 +1,12 @@
 r"""A parametric model of entropy trajectories, fitted to a recorded bank, that generates synthetic banks.
 
 Model entropy h >= 0 becomes x = ln(exp(h + 0.002) - 1), which is unbounded: the logarithm of h where h is small, h
-itself where it is large. At each recorded sampling temperature x follows a regime-switching autoregression with a random level
-per text (:mod:`sim.regimes`), pulled towards the fit of all temperatures together. The levels of one prompt's texts at
-different temperatures share the part ``prompt_share`` of their variance. A text ends after token t with the logistic
-hazard 1 / (1 + exp(-(a + b ln t + c u + d u^2))), u = ln T; nothing is known beyond the recording limit, so generated
-texts are cut off there too. Tempered entropy and varentropy given h: :mod:`sim.curves`. The response to pruning is the
-recorded table itself.
+itself where it is large. At each recorded sampling temperature x follows a regime-switching autoregression with a
+random level per text (:mod:`sim.regimes`), pulled towards the fit of all temperatures together. The levels of one
+prompt's texts at different temperatures share the part ``prompt_share`` of their variance. A text ends after token t
+with the logistic hazard 1 / (1 + exp(-(a + b ln t + c u + d u^2))), u = ln T; nothing is known beyond the recording
+limit, so generated texts are cut off there too. Tempered entropy and varentropy given h: :mod:`sim.curves`. The
+response to pruning is the recorded table itself.
 
 What is generated is a :class:`entropic_ctl.bank.Bank`, and the simulator reads it as it reads a recorded one. Source:
 ours, from named parts.
@@ -276,7 +276,7 @@ def generate(model: EntropyModel, *, seed: int = 0, prompts: int = 32) -> Bank:
             ends = chance < 1.0 / (
                 1.0 + np.exp(-np.array([1.0, u, u * u]) @ model.hazard[[0, 2, 3]] - model.hazard[1] * np.log(steps))
             )
-        over = ends.any(axis=1)
+        over: npt.NDArray[np.bool_] = np.asarray(ends.any(axis=1))
         length = np.where(over, ends.argmax(axis=1) + 1, model.limit)
         entropies += [np.minimum(from_x(row[:n]), top) for row, n in zip(x, length.tolist(), strict=True)]
         lengths.append(length)
