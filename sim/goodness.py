@@ -83,9 +83,12 @@ def statistics(bank: Bank, cuts: dict[float, FloatArray], tails: dict[float, Flo
 def _distance(sample: FloatArray, reference: FloatArray) -> float:
     """Return the Kolmogorov-Smirnov distance between two samples (the second sorted)."""
     points = np.sort(sample)
-    upper = np.searchsorted(reference, points, side="right") / reference.shape[0]
-    n = points.shape[0]
-    return float(np.maximum(np.arange(1, n + 1) / n - upper, upper - np.arange(n) / n).max())
+    gaps = [
+        np.searchsorted(points, points, side) / points.shape[0]
+        - np.searchsorted(reference, points, side) / reference.shape[0]
+        for side in ("left", "right")  # just before and at each point: both may have atoms (the cap ln n)
+    ]
+    return float(np.abs(gaps).max())
 
 
 def _entropies(bank: Bank, t: float) -> FloatArray:

@@ -105,7 +105,7 @@ class _Reader:
         return Regimes(
             level,
             self.table(values, "phi", (k,), -0.999, 0.999),
-            self.table(values, "text", (k,)),
+            float(self.table(values, "text", ())),
             self.table(values, "sigma", (k,), 1e-6),
             transition,
             start,

@@ -104,7 +104,7 @@ def _fits(
     bank: Bank, k: int, among: IntArray, iterations: int = 200
 ) -> tuple[regimes.Fit, list[regimes.Fit], list[IntArray]]:
     """Return the pooled fit, the fit at each temperature, and the texts each was made of."""
-    pooled = regimes.fit(*texts_at(bank, among), k, iterations=iterations)
+    pooled = regimes.fit(*texts_at(bank, among), k, iterations=iterations, texts_differ=False)
     groups = [among[bank.temperature[among] == t] for t in np.unique(bank.temperature)]
     fits = [regimes.fit(*texts_at(bank, group), k, prior=pooled, iterations=iterations) for group in groups]
     return pooled, fits, groups
@@ -246,7 +246,7 @@ def _paths(model: EntropyModel, j: int, z: FloatArray, rng: np.random.Generator)
     for t in range(1, model.limit):
         if t > 1:
             state = np.minimum((upto[state] <= jump[t][:, None]).sum(axis=1), r.level.shape[0] - 1)
-        x[:, t] = r.level[state] + r.phi[state] * x[:, t - 1] + r.text[state] * z + r.sigma[state] * noise[t]
+        x[:, t] = r.level[state] + r.phi[state] * x[:, t - 1] + r.text * z + r.sigma[state] * noise[t]
     return x
 
 

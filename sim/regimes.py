@@ -2,7 +2,7 @@ r"""A regime-switching autoregression of entropy, fitted by EM: a hidden Markov 
 
 Of one text, in the unbounded variable x (see :mod:`sim.parametric`)::
 
-    x_t = c_s + phi_s x_{t-1} + tau_s z + sigma_s e_t,    s = s_t,  P(s_t = j | s_{t-1} = i) = P_ij
+    x_t = c_s + phi_s x_{t-1} + tau z + sigma_s e_t,    s = s_t,  P(s_t = j | s_{t-1} = i) = P_ij
 
 e_t is white and normal. z ~ N(0, 1) is drawn once per text: texts differ in their level, and without it a model fitted
 to all of them would make every text alike. It is integrated out on equally spaced nodes (some tens of tokens tell z to
@@ -29,18 +29,20 @@ NODES = 13
 _PHI_LIMIT = 0.98
 _SIGMA_FLOOR = 1e-3
 _CENTRING = 10
+_START_TAU = 0.3
+_ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Regimes:
     """Parameters; all float64, K regimes in the order of their stationary means.
 
-    ``level`` c, ``phi``, ``text`` tau, ``sigma``: (K,); ``transition`` P: (K, K), rows sum to 1; ``start``: (K,).
+    ``level`` c, ``phi``, ``sigma``: (K,); ``text`` tau; ``transition`` P: (K, K), rows sum to 1; ``start``: (K,).
     """
 
     level: FloatArray
     phi: FloatArray
-    text: FloatArray
+    text: float
     sigma: FloatArray
     transition: FloatArray
     start: FloatArray
@@ -49,7 +51,7 @@ class Regimes:
     def parameters(self) -> int:
         """Free parameters."""
         k = int(self.level.shape[0])
-        return 4 * k + k * (k - 1) + k - 1
+        return 3 * k + 1 + k * (k - 1) + k - 1
 
     def means(self) -> FloatArray:
         """Return the stationary mean of each regime, were it never left, (K,)."""
@@ -67,7 +69,10 @@ class Fit:
     """(K, 4, 4): weighted sums of the products of (1, x_{t-1}, z, x_t)."""
 
 
-def _nodes() -> tuple[FloatArray, FloatArray]:
+def _nodes(model: Regimes) -> tuple[FloatArray, FloatArray]:
+    """Return values of z and their weights; one node without z."""
+    if not model.text:
+        return np.zeros(1), np.ones(1)
     z = np.linspace(-2.4, 2.4, NODES)
     w = np.exp(-0.5 * z**2)
     return z, w / w.sum()
@@ -75,7 +80,7 @@ def _nodes() -> tuple[FloatArray, FloatArray]:
 
 def _emissions(model: Regimes, x: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Return densities (T, S, Q, K), scaled to a maximum of 1, and the logarithm of the scale (T, S, Q)."""
-    z, _ = _nodes()
+    z, _ = _nodes(model)
     before, now = x[:, :-1].T[:, :, None, None], x[:, 1:].T[:, :, None, None]
     residual = (now - model.level - model.phi * before - model.text * z[:, None]) / model.sigma
     log_f = -0.5 * residual**2 - np.log(model.sigma) - 0.5 * np.log(2 * np.pi)
@@ -101,9 +106,9 @@ def _forward(
     return filtered, norm, log_p
 
 
-def _mix(log_p: FloatArray) -> tuple[FloatArray, FloatArray]:
+def _mix(model: Regimes, log_p: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Return the posterior of the nodes (S, Q) and each text's log-likelihood (S,)."""
-    _, w = _nodes()
+    _, w = _nodes(model)
     joint = log_p + np.log(w)
     top = joint.max(axis=1, keepdims=True)
     total = np.exp(joint - top).sum(axis=1, keepdims=True)
@@ -125,7 +130,7 @@ def log_likelihood(model: Regimes, x: FloatArray, length: IntArray) -> FloatArra
     length : IntArray, shape (S,)
     """
     density, scale = _emissions(model, x)
-    return _mix(_forward(model, density, scale, _live(x, length))[2])[1]
+    return _mix(model, _forward(model, density, scale, _live(x, length))[2])[1]
 
 
 def _expect(
@@ -135,7 +140,7 @@ def _expect(
     live = _live(x, length)
     density, scale = _emissions(model, x)
     filtered, norm, log_p = _forward(model, density, scale, live)
-    weight, by_text = _mix(log_p)
+    weight, by_text = _mix(model, log_p)
     steps = density.shape[0]
     ahead = np.ones_like(density)
     counts = np.zeros_like(model.transition)
@@ -146,7 +151,7 @@ def _expect(
         counts += np.einsum("sqi,sqj->ij", filtered[t - 1] * weight[..., None], carried) * model.transition
         ahead[t - 1] = np.where(on > 0, back, 1.0)
     smoothed = filtered * ahead * weight[..., None] * live[:, :, None, None]  # (T, S, Q, K)
-    z, _ = _nodes()
+    z, _ = _nodes(model)
     powers = [np.einsum("tsqk,q->tsk", smoothed, z**m) for m in range(3)]
     before, now = x[:, :-1].T[..., None], x[:, 1:].T[..., None]
     ones = np.ones_like(before)
@@ -159,29 +164,27 @@ def _expect(
     return float(by_text.sum()), moments, counts, smoothed[0].sum(axis=(0, 1)), weight @ z
 
 
-def _maximise(moments: FloatArray, counts: FloatArray, start: FloatArray) -> Regimes:
-    k = moments.shape[0]
-    beta, sigma = np.empty((k, 3)), np.empty(k)
-    for i in range(k):
-        s = moments[i]
-        gram = s[:3, :3] + 1e-9 * max(1.0, s[0, 0]) * np.eye(3)
-        beta[i] = np.linalg.solve(gram, s[:3, 3])
-        if abs(beta[i, 1]) > _PHI_LIMIT:  # not stationary: hold phi at the limit and fit the others
-            phi = np.copysign(_PHI_LIMIT, beta[i, 1])
-            rest = [0, 2]
-            held = np.linalg.solve(gram[np.ix_(rest, rest)], s[rest, 3] - phi * s[rest, 1])
-            beta[i] = held[0], phi, held[1]
-        rss = s[3, 3] - 2.0 * beta[i] @ s[:3, 3] + beta[i] @ s[:3, :3] @ beta[i]
-        sigma[i] = max(np.sqrt(max(rss, 0.0) / max(s[0, 0], 1e-9)), _SIGMA_FLOOR)
-    rows = counts + 1e-9
-    return Regimes(
-        beta[:, 0],
-        beta[:, 1],
-        beta[:, 2],
-        sigma,
-        rows / rows.sum(axis=1, keepdims=True),
-        (start + 1e-9) / (start + 1e-9).sum(),
-    )
+def _maximise(moments: FloatArray, counts: FloatArray, start: FloatArray, model: Regimes) -> Regimes:
+    """Return better parameters: level, phi and sigma of each regime given tau, then tau given those, a few times."""
+    k, tau = moments.shape[0], model.text
+    beta, sigma = np.empty((k, 2)), np.empty(k)
+    for _ in range(_ROUNDS):
+        for i in range(k):
+            s = moments[i]
+            gram = s[:2, :2] + 1e-9 * max(1.0, s[0, 0]) * np.eye(2)
+            target = s[:2, 3] - tau * s[:2, 2]
+            beta[i] = np.linalg.solve(gram, target)
+            if abs(beta[i, 1]) > _PHI_LIMIT:  # not stationary: hold phi at the limit
+                beta[i, 1] = np.copysign(_PHI_LIMIT, beta[i, 1])
+                beta[i, 0] = (target[0] - beta[i, 1] * s[0, 1]) / gram[0, 0]
+            weights = np.array([-beta[i, 0], -beta[i, 1], -tau, 1.0])  # residual = weights . (1, x_{t-1}, z, x_t)
+            sigma[i] = max(np.sqrt(max(weights @ s @ weights, 0.0) / max(s[0, 0], 1e-9)), _SIGMA_FLOOR)
+        if model.text:
+            precise = moments[:, 2] / sigma[:, None] ** 2
+            tau = float((precise[:, 3] - precise[:, 0] * beta[:, 0] - precise[:, 1] * beta[:, 1]).sum())
+            tau /= float(precise[:, 2].sum())
+    rows, first = counts + 1e-9, start + 1e-9
+    return Regimes(beta[:, 0], beta[:, 1], tau, sigma, rows / rows.sum(axis=1, keepdims=True), first / first.sum())
 
 
 def _centred(model: Regimes, moments: FloatArray, effect: FloatArray) -> Regimes:
@@ -195,7 +198,7 @@ def _centred(model: Regimes, moments: FloatArray, effect: FloatArray) -> Regimes
     return dataclasses.replace(model, level=model.level + model.text * mean, text=model.text * spread)
 
 
-def _guess(x: FloatArray, length: IntArray, k: int) -> Regimes:
+def _guess(x: FloatArray, length: IntArray, k: int, text: float) -> Regimes:
     """Return regimes cut at quantiles of x, sticky, without memory inside."""
     values = x[np.arange(x.shape[1]) < length[:, None]]
     parts = np.array_split(np.sort(values), k)
@@ -203,7 +206,7 @@ def _guess(x: FloatArray, length: IntArray, k: int) -> Regimes:
     return Regimes(
         np.array([part.mean() for part in parts]),
         np.zeros(k),
-        np.full(k, 0.1),
+        text,
         np.array([max(part.std(), 0.1) for part in parts]),
         stay,
         np.full(k, 1.0 / k),
@@ -217,8 +220,9 @@ def fit(
     *,
     iterations: int = 200,
     tolerance: float = 1e-6,
+    texts_differ: bool = True,
     prior: Fit | None = None,
-    weight: float = 5.0,
+    weight: float = 20.0,
 ) -> Fit:
     """Fit K regimes by EM; deterministic.
 
@@ -232,8 +236,10 @@ def fit(
         Regimes.
     iterations, tolerance
         It stops after so many iterations, or when the log-likelihood per token gains less.
+    texts_differ : bool
+        False leaves z out (tau = 0).
     prior : Fit, optional
-        Start from this fit and be pulled to it.
+        Start from this fit (of a model without z) and be pulled to it.
     weight : float
         Tokens per regime the prior is worth.
 
@@ -241,8 +247,12 @@ def fit(
     -------
     Fit
     """
-    model = _guess(x, length, k) if prior is None else prior.regimes
-    extra = np.zeros((k, 4, 4)) if prior is None else weight * prior.moments / prior.moments[:, :1, :1]
+    tau = _START_TAU if texts_differ else 0.0
+    model = _guess(x, length, k, tau) if prior is None else dataclasses.replace(prior.regimes, text=tau)
+    extra = np.zeros((k, 4, 4))
+    if prior is not None:
+        extra = weight * prior.moments / prior.moments[:, :1, :1]
+        extra[:, 2, 2] = weight  # of z it says: unit variance, unrelated to x
     row = np.zeros((k, k)) if prior is None else weight * prior.regimes.transition
     tokens, history = int(length.sum()), []
     if prior is not None:
@@ -253,13 +263,13 @@ def fit(
         history.append(value)
         if len(history) > 1 and abs(value - history[-2]) < tolerance * tokens:
             break
-        model = _maximise(moments + extra, counts + row, start)
+        model = _maximise(moments + extra, counts + row, start, model)
     if prior is None:
         order = np.argsort(model.means(), kind="stable")
         model = Regimes(
             model.level[order],
             model.phi[order],
-            model.text[order],
+            model.text,
             model.sigma[order],
             model.transition[np.ix_(order, order)],
             model.start[order],
