@@ -6,7 +6,7 @@ with T, stays in [0, ln n] and passes through h. The varentropy at a grid point 
 beside it times a positive factor, so V >= 0 and V follows dH/du.
 
 logit r and the logarithm of the factors are a vector y of normal variables given h and the sampling temperature:
-in each of a few bins of x(h), a mean linear in x and u = ln T, a few principal components of the residuals, and
+in each of a few bins of x(h), a mean linear in x, u = ln T and u^2, a few principal components of the residuals, and
 independent rests. Curves of successive tokens are independent given h. All of it is ours.
 """
 
@@ -23,13 +23,14 @@ __all__ = ["Curves", "draw_curves", "fit_curves"]
 _SLOPES = 1e-5
 """Entropy (nats) below which half-precision tables say nothing about shares and slopes."""
 _BOUND = 12.0
+_TERMS = 4
 
 
 @dataclass(frozen=True)
 class Curves:
     """Parameters; B bins of x, D components of y, M principal components; float64.
 
-    ``edges``: (B - 1,); ``mean``: (B, 3, D), coefficients of 1, x, u; ``loadings``: (B, M, D); ``rest``: (B, D),
+    ``edges``: (B - 1,); ``mean``: (B, 4, D), coefficients of 1, x, u, u^2; ``loadings``: (B, M, D); ``rest``: (B, D),
     standard deviations.
     """
 
@@ -78,6 +79,10 @@ def _encode(grid: FloatArray, h: FloatArray, table: FloatArray, slopes: FloatArr
     return np.where(np.isnan(y), np.nan, np.clip(y, -_BOUND, _BOUND))
 
 
+def _design(x: FloatArray, u: FloatArray) -> FloatArray:
+    return np.stack((np.ones_like(x), x, u, u * u), axis=1)
+
+
 def fit_curves(
     grid: FloatArray,
     *,
@@ -108,15 +113,15 @@ def fit_curves(
     where, size = np.searchsorted(edges, x, side="right"), y.shape[1]
     count = edges.shape[0] + 1
     components = min(components, size)
-    mean, loadings, rest = np.zeros((count, 3, size)), np.zeros((count, components, size)), np.zeros((count, size))
+    mean, loadings, rest = np.zeros((count, _TERMS, size)), np.zeros((count, components, size)), np.zeros((count, size))
     for b in range(count):
         inside = where == b
         z = y[inside]
         known = ~np.isnan(z)
         centre = np.where(known.any(axis=0), np.nanmean(np.where(known.any(axis=0), z, 0.0), axis=0), 0.0)
         z = np.where(known, z, centre)
-        design = np.stack((np.ones(z.shape[0]), x[inside], u[inside]), axis=1)
-        gram = design.T @ design + 1e-6 * z.shape[0] * np.eye(3)
+        design = _design(x[inside], u[inside])
+        gram = design.T @ design + 1e-6 * z.shape[0] * np.eye(_TERMS)
         mean[b] = np.linalg.solve(gram, design.T @ z)
         residual = z - design @ mean[b]
         _, scale, axes = np.linalg.svd(residual / np.sqrt(max(1, z.shape[0])), full_matrices=False)
@@ -143,7 +148,7 @@ def draw_curves(
     y = rng.standard_normal((x.shape[0], curves.rest.shape[1]))
     for b in range(curves.mean.shape[0]):
         at = np.flatnonzero(where == b)
-        design = np.stack((np.ones(at.shape[0]), x[at], u[at]), axis=1)
+        design = _design(x[at], u[at])
         y[at] = design @ curves.mean[b] + scores[at] @ curves.loadings[b] + y[at] * curves.rest[b]
     y = np.clip(y, -_BOUND, _BOUND)
     shares = 1.0 / (1.0 + np.exp(-y[:, : chain_u.shape[0] - 1]))

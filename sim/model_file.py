@@ -153,6 +153,6 @@ class _Reader:
             self._refuse("edges", "not increasing")
         bins, points = edges.shape[0] + 1, grid.shape[0]
         size = 2 * points - 1 + (0 if (np.abs(np.log(grid)) < 1e-9).any() else 1)
-        mean = self.table(values, "mean", (bins, 3, size))
+        mean = self.table(values, "mean", (bins, 4, size))
         loadings = self.table(values, "loadings", (bins, -1, size))
         return Curves(edges, mean, loadings, self.table(values, "rest", (bins, size), 0.0))

