@@ -141,7 +141,20 @@ def draw_curves(
     vocab_size: int,
     rng: np.random.Generator,
 ) -> tuple[FloatArray, FloatArray]:
-    """Return tempered entropies and varentropies, each (N, G); arguments as in :func:`fit_curves`."""
+    """Draw the curves of some tokens.
+
+    Parameters
+    ----------
+    curves : Curves
+    grid, model_entropy, x, u, vocab_size
+        As in :func:`fit_curves`.
+    rng : Generator
+
+    Returns
+    -------
+    entropy, varentropy : FloatArray, each shape (N, G)
+        Nats, nats squared.
+    """
     chain_u, points, one = _axis(grid)
     where = np.searchsorted(curves.edges, x, side="right")
     scores = rng.standard_normal((x.shape[0], curves.loadings.shape[1]))

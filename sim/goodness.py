@@ -167,9 +167,20 @@ def check_fit(
 
 
 def sample_paths(bank: Bank, model: EntropyModel, *, seed: int = 0) -> Table:
-    """Return one recorded and one generated text per temperature, the longest of its prompt order, token by token.
+    """Return one recorded and one generated text per temperature, token by token.
 
-    Columns ``temperature``, ``source`` (recorded or model), ``token``, ``entropy_nats``.
+    Parameters
+    ----------
+    bank : Bank
+        Its longest text (the first of them) is taken.
+    model : EntropyModel
+        So is the longest of as many drawn ones.
+    seed : int
+
+    Returns
+    -------
+    dict
+        Columns ``temperature``, ``source`` (recorded or model), ``token``, ``entropy_nats``.
     """
     synthetic = generate(model, seed=seed, prompts=max(1, int(np.unique(bank.prompt).shape[0])))
     columns: dict[str, list[npt.NDArray[Any]]] = {

@@ -24,7 +24,15 @@ _REMEDY = "fit it anew with `entropic fit-entropy`"
 
 
 def write_model(path: str | Path, model: EntropyModel, *, stamp: dict[str, Any] | None = None) -> None:
-    """Write a model atomically."""
+    """Write a model atomically.
+
+    Parameters
+    ----------
+    path : str or Path
+    model : EntropyModel
+    stamp : dict, optional
+        What made it (:func:`entropic_ctl.results.stamp`).
+    """
     values: dict[str, Any] = {"kind": _KIND, "schema": SCHEMA, **dataclasses.asdict(model)}
     write_json(path, values | ({"stamp": stamp} if stamp is not None else {}))
 

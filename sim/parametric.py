@@ -115,6 +115,15 @@ def held_out(
 ) -> dict[str, npt.NDArray[Any]]:
     """Compare numbers of regimes: BIC, and the log-likelihood of prompts left out of the fit, per token.
 
+    Parameters
+    ----------
+    bank : Bank
+    choices : sequence of int
+        Numbers of regimes.
+    folds : int
+        Parts into which the prompts fall; each part is left out once.
+    progress : callable(what, share), optional
+
     Returns
     -------
     dict
