@@ -4,7 +4,7 @@ Trajectories come from the real engine at one fixed temperature each; the respon
 teacher-forced on real text. All randomness derives from one seed: the same model on the same machine
 gives the same bank. The shipped ``sim/data/smollm2-135m.npz`` is the default call on the default model in float32.
 With a checkpoint folder, an interrupted recording resumes after the last finished part (one temperature, or one
-context of one text).
+context of one text); the response then agrees with an uninterrupted one up to rounding (other prefill chunks).
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FloatArray, IntArray
 from sim import regimes
 from sim.curves import Curves, draw_curves, fit_curves
+from sim.hazard import fit_hazard, hazard
 from sim.regimes import Regimes
 from sim.streams import stream
 
@@ -159,26 +160,6 @@ def held_out(
     return {"regimes": np.array(choices)} | {name: np.array(values) for name, values in rows.items()}
 
 
-def _hazard(bank: Bank) -> FloatArray | None:
-    """Fit the hazard of the end by Newton's method; the ridge keeps temperatures at which no text ended finite."""
-    if not bank.ended.any():
-        return None
-    length = np.diff(bank.offset)
-    token = np.concatenate([np.arange(1, n + 1) for n in length])
-    u = np.log(np.repeat(bank.temperature, length))
-    event = np.zeros(token.shape[0])
-    event[bank.offset[1:][bank.ended] - 1] = 1.0
-    design = np.stack((np.ones_like(u), np.log(token), u, u * u), axis=1)
-    beta, ridge = np.array([np.log(event.mean()), 0.0, 0.0, 0.0]), np.diag([0.0, 0.1, 0.1, 0.1])
-    for _ in range(50):
-        p = 1.0 / (1.0 + np.exp(-design @ beta))
-        step = np.linalg.solve((design.T * (p * (1 - p))) @ design + ridge, design.T @ (event - p) - ridge @ beta)
-        beta = beta + np.clip(step, -2.0, 2.0)
-        if np.abs(step).max() < 1e-9:
-            break
-    return beta
-
-
 def _prompt_share(bank: Bank, fits: Sequence[regimes.Fit], groups: Sequence[IntArray]) -> float:
     """Return the mean correlation, over pairs of temperatures, of the texts' levels z of the same prompt, in [0, 1]."""
     products: list[float] = []
@@ -226,7 +207,7 @@ def fit_model(bank: Bank, k: int = 3) -> EntropyModel:
         regimes=tuple(f.regimes for f in fits),
         first=np.array([[x.mean(), max(float(x.std()), 1e-3)] for x in begin]),
         prompt_share=_prompt_share(bank, fits, groups),
-        hazard=_hazard(bank),
+        hazard=fit_hazard(bank),
         limit=int(length.max()),
         grid=bank.grid,
         curves=fit_curves(
@@ -281,10 +262,7 @@ def generate(model: EntropyModel, *, seed: int = 0, prompts: int = 32) -> Bank:
         ends = np.zeros((prompts, model.limit), np.bool_)
         chance = rng.random((prompts, model.limit))
         if model.hazard is not None:
-            u = float(np.log(temperature))
-            ends = chance < 1.0 / (
-                1.0 + np.exp(-np.array([1.0, u, u * u]) @ model.hazard[[0, 2, 3]] - model.hazard[1] * np.log(steps))
-            )
+            ends = chance < hazard(model.hazard, steps, float(temperature))
         over: npt.NDArray[np.bool_] = np.asarray(ends.any(axis=1))
         length = np.where(over, ends.argmax(axis=1) + 1, model.limit)
         entropies += [np.minimum(from_x(row[:n]), top) for row, n in zip(x, length.tolist(), strict=True)]

@@ -18,6 +18,7 @@ from entropic_ctl import bank as banks
 from entropic_ctl import config as configs
 from entropic_ctl.errors import BadInputError
 from sim import parametric
+from sim.hazard import fit_hazard
 from sim.model_file import read_model, write_model
 from sim.replica import simulate
 from sim.trajectories import load_bank
@@ -66,7 +67,7 @@ def test_the_hazard_is_found_again() -> None:
     """Ends follow ln T: fit the hazard of a bank generated with a known one."""
     truth = np.array([-4.0, 0.0, -1.5, 0.0])
     bank = parametric.generate(dataclasses.replace(MODEL, hazard=truth, limit=80), prompts=300)
-    found = parametric._hazard(bank)
+    found = fit_hazard(bank)
     assert found is not None
     u = np.log(bank.temperature)
     for token in (5.0, 40.0):
