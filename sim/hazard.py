@@ -34,8 +34,8 @@ def hazard(coefficients: FloatArray, token: IntArray, temperature: float) -> Flo
 def fit_hazard(bank: Bank) -> FloatArray | None:
     """Fit the hazard of the end by Newton's method.
 
-    Returns (a, b, c, d), or None if no text ended. Texts cut off by the recording limit count as going on. A small ridge
-    keeps temperatures at which no text ended finite.
+    Returns (a, b, c, d), or None if no text ended. Texts cut off by the recording limit count as going on. A small
+    ridge keeps temperatures at which no text ended finite.
     """
     if not bank.ended.any():
         return None
