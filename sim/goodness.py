@@ -160,7 +160,7 @@ def check_fit(
         "ks_distance": {f"{t:g}": float(d) for t, d in zip(temperatures, own, strict=True)},
         "ks_p": {f"{t:g}": float(q) for t, q in zip(temperatures, p, strict=True)},
         "outside": {
-            n: f"{int((~inside[names == n]).sum())} of {int((names == n).sum())}" for n in dict.fromkeys(names)
+            n: f"{int((~inside[names == n]).sum())} of {int((names == n).sum())}" for n in dict.fromkeys(names.tolist())
         },
     }
     return table, summary
