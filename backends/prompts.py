@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from backends.models import LoadedModel
 from entropic_ctl.errors import BadInputError
 
-__all__ = ["KINDS", "PROMPTS", "Prompt", "document", "document_ids"]
+__all__ = ["KINDS", "PROMPTS", "Prompt", "document", "document_ids", "read_prompts"]
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,48 @@ class Prompt:
     kind: str
     text: str
     chat: bool = True
+
+
+def read_prompts(path: str | Path) -> tuple[Prompt, ...]:
+    """Read prompts from a UTF-8 file: JSON Lines (``.jsonl``), or one chat prompt per line; blank lines are left out.
+
+    A JSON line is an object with ``text`` and, optionally, ``kind`` (a word to group by) and ``chat`` (false continues
+    the text as it stands).
+
+    Raises
+    ------
+    BadInputError
+        If the file cannot be read, holds no prompt, or a line is no such object.
+    """
+    where = str(path)
+    try:
+        lines = Path(path).read_bytes().decode("utf-8-sig").splitlines()
+    except OSError as error:
+        raise BadInputError(f"cannot read prompts: {error.strerror}", where=where) from None
+    except UnicodeDecodeError as error:
+        raise BadInputError(f"not UTF-8 at byte {error.start}", where=where) from None
+    found = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not found:
+        raise BadInputError("no prompts", where=where, allowed="one per line")
+    if Path(path).suffix != ".jsonl":
+        return tuple(Prompt("own", line) for _, line in found)
+    return tuple(_prompt(line, where, number) for number, line in found)
+
+
+def _prompt(line: str, where: str, number: int) -> Prompt:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict) or not {"text"} <= values.keys() <= {"text", "kind", "chat"}:
+        raise BadInputError(
+            "not a prompt", where=where, line=number, value=line, allowed='{"text": ..., "kind": ..., "chat": ...}'
+        )
+    kinds = {"text": str, "kind": str, "chat": bool}
+    for field, value in values.items():
+        if not isinstance(value, kinds[field]) or value == "":
+            raise BadInputError("bad value", where=where, line=number, field=field, value=value)
+    return Prompt(values.get("kind", "own"), values["text"], chat=values.get("chat", True))
 
 
 def document() -> str:

@@ -3,12 +3,17 @@
 Trajectories come from the real engine at one fixed temperature each; the response to the pruning budget is measured
 teacher-forced on real text. All randomness derives from one seed: the same model on the same machine
 gives the same bank. The shipped ``sim/data/smollm2-135m.npz`` is the default call on the default model in float32.
+With a checkpoint folder, an interrupted recording resumes after the last finished part (one temperature, or one
+context of one text); the response then agrees with an uninterrupted one up to rounding (other prefill chunks).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,21 +21,25 @@ from torch import Tensor
 
 from backends.engine import Engine, Output
 from backends.models import LoadedModel
+from backends.pieces import Arrays, Pieces
 from backends.prompts import PROMPTS, Prompt, document_ids
 from backends.response import measure_response
 from backends.sampling import SamplingParams, TorchLogitView, to_host
 from entropic_ctl import bank as banks
 from entropic_ctl import config as configs
 from entropic_ctl.bank import Bank
+from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.base import PruningConfig
 from entropic_ctl.signals import FinishReason, FloatArray, StepPlan
 
 __all__ = ["record"]
 
 Progress = Callable[[str, int, int], None]
-TEMPERATURES = (0.3, 0.6, 0.9, 1.2, 1.6)
-GRID = (0.2, 0.35, 0.5, 0.7, 0.9, 1.1, 1.35, 1.65, 2.0)
-CONTEXTS = (512, 1024, 2048, 4096)
+TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.3, 1.6)
+GRID = (0.2, 0.27, 0.35, 0.45, 0.6, 0.8, 1.0, 1.25, 1.6, 2.0)
+CONTEXTS = (512, 1024, 2048, 4096, 8000)
+POSITIONS = (16, 16, 16, 16, 8)
+"""Decode steps measured at each context, per text: fewer at the longest, where each costs most."""
 THETAS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2)
 
 
@@ -40,16 +49,17 @@ def record(
     seed: int = 0,
     prompts: Sequence[Prompt] = PROMPTS,
     temperatures: Sequence[float] = TEMPERATURES,
-    max_new_tokens: int = 96,
+    max_new_tokens: int = 192,
     grid: Sequence[float] = GRID,
     contexts: Sequence[int] = CONTEXTS,
     thetas: Sequence[float] = THETAS,
     texts: int = 2,
-    positions: int = 16,
+    positions: int | Sequence[int] | None = None,
     page_tokens: int = 16,
     pruning: PruningConfig | None = None,
     command: str = "entropic record",
     progress: Progress | None = None,
+    checkpoint: Path | None = None,
 ) -> Bank:
     """Record a bank.
 
@@ -67,21 +77,53 @@ def record(
         Temperatures at which each step's entropy and varentropy are tabulated.
     contexts, thetas, texts, positions, pruning
         See :func:`backends.response.measure_response`; ``texts`` is how many stretches of the long document are used.
+        ``positions`` defaults to ``POSITIONS`` for the default contexts and to 16 for others.
     page_tokens : int
     command : str
         Stamped into the bank: what made it.
     progress : callable(stage, done, total), optional
+    checkpoint : Path, optional
+        Folder for finished parts; the caller removes it once the bank is written.
 
     Returns
     -------
     Bank
+
+    Raises
+    ------
+    BadInputError
+        If a list is not increasing, the model is too short for the contexts, or ``checkpoint`` holds another recording.
     """
     say = progress or (lambda *_: None)
     rule = pruning or PruningConfig()
+    if positions is None:
+        positions = POSITIONS if tuple(contexts) == CONTEXTS else 16
+    counts = [positions] * len(contexts) if isinstance(positions, int) else list(positions)
+    _require_ranges(model, temperatures=temperatures, grid=grid, contexts=contexts, needed=contexts[-1] + counts[-1])
+    pieces = Pieces(
+        checkpoint,
+        {
+            "model": model.name,
+            "vocab_size": model.vocab_size,
+            "dtype": str(model.model.dtype),
+            "seed": seed,
+            "prompts": [dataclasses.asdict(prompt) for prompt in prompts],
+            "temperatures": list(temperatures),
+            "max_new_tokens": max_new_tokens,
+            "grid": list(grid),
+            "contexts": list(contexts),
+            "thetas": list(thetas),
+            "texts": texts,
+            "positions": counts,
+            "page_tokens": page_tokens,
+            "pruning": dataclasses.asdict(rule),
+        },
+    )
     trajectories: list[_Trajectory] = []
     for at, temperature in enumerate(temperatures):
         say("trajectories", at, len(temperatures))
-        trajectories += _generate(
+        make = functools.partial(
+            _generate,
             model,
             temperature,
             prompts=prompts,
@@ -90,17 +132,19 @@ def record(
             grid=grid,
             page_tokens=page_tokens,
         )
+        trajectories += _unpacked(pieces.get(f"trajectories-{at}", lambda make=make: _packed(make())), temperature)
     say("trajectories", len(temperatures), len(temperatures))
-    needed = contexts[-1] + positions
+    needed = contexts[-1] + counts[-1]
     response = measure_response(
         model,
         [document_ids(model, needed, start=i * needed) for i in range(texts)],
         contexts,
         thetas,
-        positions=positions,
+        positions=counts,
         page_tokens=page_tokens,
         pruning=rule,
         progress=lambda done, total: say("response to theta", done, total),
+        keep=pieces.get,
     )
     kinds = tuple(dict.fromkeys(prompt.kind for prompt in prompts))
     tables = [t.table for t in trajectories]
@@ -123,7 +167,7 @@ def record(
             "dtype": str(model.model.dtype).removeprefix("torch."),
             "selection": rule.selection,
             "texts": texts,
-            "positions": positions,
+            "positions": counts,
         },
         grid=np.asarray(grid, np.float64),
         prompt_kind=np.array([kinds.index(prompts[t.prompt].kind) for t in trajectories], np.int64),
@@ -140,6 +184,29 @@ def record(
     )
 
 
+def _require_ranges(
+    model: LoadedModel,
+    *,
+    temperatures: Sequence[float],
+    grid: Sequence[float],
+    contexts: Sequence[int],
+    needed: int,
+) -> None:
+    """Refuse lists that are not increasing, and contexts beyond the model."""
+    for field, values, least in (("temperatures", temperatures, 1), ("grid", grid, 2), ("contexts", contexts, 2)):
+        if len(values) < least or values[0] <= 0 or any(b <= a for a, b in itertools.pairwise(values)):
+            raise BadInputError("not increasing", field=field, value=list(values), allowed=f"at least {least}, above 0")
+    if needed > model.max_context:
+        raise BadInputError(
+            "the model is too short for these contexts",
+            where=model.name,
+            field="contexts",
+            value=list(contexts),
+            allowed=f"<= {model.max_context} tokens, those measured from the last one on included",
+            remedy="name shorter contexts",
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class _Trajectory:
     """One text: ``table`` (tokens, 1 + 2 G) holds model entropy, entropies and varentropies on the grid."""
@@ -148,6 +215,23 @@ class _Trajectory:
     temperature: float
     ended: bool
     table: FloatArray
+
+
+def _packed(trajectories: Sequence[_Trajectory]) -> Arrays:
+    return {
+        "prompt": np.array([t.prompt for t in trajectories], np.int64),
+        "ended": np.array([t.ended for t in trajectories], np.bool_),
+        "length": np.array([len(t.table) for t in trajectories], np.int64),
+        "table": np.concatenate([t.table for t in trajectories]),
+    }
+
+
+def _unpacked(part: Arrays, temperature: float) -> list[_Trajectory]:
+    tables = np.split(part["table"], np.cumsum(part["length"])[:-1])
+    return [
+        _Trajectory(int(prompt), float(temperature), bool(ended), table)
+        for prompt, ended, table in zip(part["prompt"], part["ended"], tables, strict=True)
+    ]
 
 
 class _GridProbe:

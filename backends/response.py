@@ -7,6 +7,8 @@ the effect of this step's pruning alone, not of earlier steps'.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,12 +22,15 @@ from backends.attention.audit import single_row_plan
 from backends.audit import kl_nats
 from backends.kv_cache import PagedKVCache
 from backends.models import LoadedModel
+from backends.pieces import Arrays
 from backends.sampling import TorchLogitView
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.base import PruningConfig
 from entropic_ctl.signals import FloatArray
 
 __all__ = ["Response", "measure_response"]
+
+Keep = Callable[[str, Callable[[], Arrays]], Arrays]
 
 
 @dataclass(frozen=True)
@@ -40,18 +45,18 @@ class Response:
     entropy_shift: FloatArray
 
 
-@torch.inference_mode()
 def measure_response(
     model: LoadedModel,
     texts: Sequence[Sequence[int]],
     contexts: Sequence[int],
     thetas: Sequence[float],
     *,
-    positions: int = 16,
+    positions: int | Sequence[int] = 16,
     page_tokens: int = 16,
     pruning: PruningConfig | None = None,
     chunk: int = 512,
     progress: Callable[[int, int], None] | None = None,
+    keep: Keep | None = None,
 ) -> Response:
     """Measure the response of a model to the budget.
 
@@ -59,12 +64,12 @@ def measure_response(
     ----------
     model : LoadedModel
     texts : sequences of token ids
-        Each at least ``max(contexts) + positions`` long.
+        Each at least ``contexts[-1] + positions`` long.
     contexts : increasing ints
         Context lengths, tokens.
     thetas : increasing floats
         Budgets in nats; the first is 0 (dense).
-    positions : int
+    positions : int, or one int per context
         Decode steps measured from each context length on, per text.
     page_tokens : int
     pruning : PruningConfig, optional
@@ -72,61 +77,87 @@ def measure_response(
     chunk : int
         Tokens per prefill pass.
     progress : callable(done, total), optional
+    keep : callable(name, make), optional
+        Returns what ``make()`` returns, or what it returned in an earlier run (:meth:`backends.pieces.Pieces.get`);
+        one call per text and context.
 
     Raises
     ------
     BadInputError
-        If a text is too short or the contexts overlap.
+        If a text is too short, the contexts overlap, or the budgets do not begin with 0 and increase.
     """
     rule = pruning or PruningConfig()
-    longest = contexts[-1] + positions
+    counts = [positions] * len(contexts) if isinstance(positions, int) else list(positions)
+    if len(counts) != len(contexts) or min(counts, default=0) < 1:
+        raise BadInputError(
+            "one count per context", field="positions", value=counts, allowed=f"{len(contexts)} above 0"
+        )
+    longest = contexts[-1] + counts[-1]
     for text in texts:
         if len(text) < longest:
             raise BadInputError("text too short", field="texts", value=len(text), allowed=f">= {longest} tokens")
-    if any(b - a < positions for a, b in itertools.pairwise(contexts)):
-        raise BadInputError("contexts overlap", field="contexts", value=contexts, allowed=f"{positions} apart")
+    if any(b - a < count for (a, b), count in zip(itertools.pairwise(contexts), counts, strict=False)):
+        raise BadInputError("contexts overlap", field="contexts", value=list(contexts), allowed=f"{counts} apart")
+    if len(thetas) < 2 or thetas[0] != 0.0 or any(b <= a for a, b in itertools.pairwise(thetas)):
+        raise BadInputError("not budgets", field="thetas", value=list(thetas), allowed="0 and then increasing, nats")
     model.model.set_attn_implementation(register())
-    shape, n_pages = model.shape, -(-longest // page_tokens)
-    sums = {name: np.zeros((len(contexts), len(thetas))) for name in Response.__dataclass_fields__}
-    done, total = 0, len(texts) * len(contexts)
-    for text in texts:
-        cache = PagedKVCache(
-            shape.layers, shape.kv_heads, shape.head_dim, n_pages, page_tokens, model.model.dtype, model.model.device
-        )
-        reader = _Reader(model, cache, rule, text)
-        at = 0
-        for row, context in enumerate(contexts):
-            while at < context:
-                step = min(chunk, context - at)
-                reader.run(at, step)
-                at += step
-            for _ in range(positions):
-                reader.measure(at, thetas, {name: table[row] for name, table in sums.items()})
-                at += 1
-            done += 1
+    parts: list[list[Arrays]] = []
+    for number, text in enumerate(texts):
+        reader = _Reader(model, rule, text, page_tokens, chunk)
+        rows: list[Arrays] = []
+        for context, count in zip(contexts, counts, strict=True):
+            make = functools.partial(reader.at_context, context, count, thetas)
+            rows.append(keep(f"response-{number}-{context}", make) if keep is not None else make())
             if progress is not None:
-                progress(done, total)
-    count = len(texts) * positions
-    worst = sums.pop("certificate_max")
-    return Response(certificate_max=worst, **{name: table / count for name, table in sums.items()})
+                progress(number * len(contexts) + len(rows), len(texts) * len(contexts))
+        parts.append(rows)
+    names = [field.name for field in dataclasses.fields(Response)]
+    stacked = {name: np.array([[row[name] for row in rows] for rows in parts]) for name in names}  # (texts, C, A)
+    worst = stacked.pop("certificate_max").max(axis=0)
+    return Response(certificate_max=worst, **{name: values.mean(axis=0) for name, values in stacked.items()})
 
 
-@dataclass(frozen=True)
 class _Reader:
-    """One text being read by the model over one cache."""
+    """One text being read by the model over one cache, from its start to the last context asked for."""
 
-    model: LoadedModel
-    cache: PagedKVCache
-    rule: PruningConfig
-    text: Sequence[int]
+    def __init__(
+        self, model: LoadedModel, rule: PruningConfig, text: Sequence[int], page_tokens: int, chunk: int
+    ) -> None:
+        self._model, self._rule, self._text, self._chunk = model, rule, text, chunk
+        self._page_tokens, self._done = page_tokens, 0
+        self._cache: PagedKVCache | None = None
+
+    @property
+    def cache(self) -> PagedKVCache:
+        """The cache, made on first use (a text whose parts are all kept needs none)."""
+        if self._cache is None:
+            shape, network = self._model.shape, self._model.model
+            n_pages, page = -(-len(self._text) // self._page_tokens), self._page_tokens
+            self._cache = PagedKVCache(
+                shape.layers, shape.kv_heads, shape.head_dim, n_pages, page, network.dtype, network.device
+            )
+        return self._cache
+
+    @torch.inference_mode()
+    def at_context(self, context: int, count: int, thetas: Sequence[float]) -> Arrays:
+        """Return each quantity (A,): mean (certificate_max: maximum) of ``count`` decode steps from ``context`` on."""
+        while self._done < context:
+            step = min(self._chunk, context - self._done)
+            self.run(self._done, step)
+            self._done += step
+        sums = {field.name: np.zeros(len(thetas)) for field in dataclasses.fields(Response)}
+        for _ in range(count):
+            self.measure(self._done, thetas, sums)
+            self._done += 1
+        return {name: total if name == "certificate_max" else total / count for name, total in sums.items()}
 
     def run(self, context: int, n_tokens: int, theta: float = 0.0) -> tuple[Tensor, PagedBatch]:
         """Run tokens ``context .. context + n_tokens`` and return the last one's logits (1, n), and the batch."""
         plan = single_row_plan(context, n_tokens, range(self.cache.n_pages), theta_nats=theta)
-        batch = PagedBatch.from_plan(plan, self.cache, self.rule)
+        batch = PagedBatch.from_plan(plan, self.cache, self._rule)
         batch.audit = theta > 0
-        network = self.model.model
-        ids = torch.tensor(list(self.text[context : context + n_tokens]), dtype=torch.long, device=network.device)
+        network = self._model.model
+        ids = torch.tensor(list(self._text[context : context + n_tokens]), dtype=torch.long, device=network.device)
         logits = batch.run(network, ids)
         if theta == 0.0:
             self.cache.seal(batch)

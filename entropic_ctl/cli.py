@@ -19,7 +19,7 @@ except ModuleNotFoundError:
     raise SystemExit("entropic: the command line needs typer and rich: pip install 'entropic-ctl[cli]'") from None
 from typer.core import TyperGroup
 
-from entropic_ctl import __version__, cli_cluster, cli_sweep
+from entropic_ctl import __version__, cli_cluster, cli_entropy, cli_sweep
 from entropic_ctl.cli_console import console, drop_stdout, tolerate_any_encoding
 from entropic_ctl.cli_options import (
     Certificate,
@@ -233,25 +233,6 @@ def generate(
 
 
 @app.command()
-def record(
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Bank to write (.npz).")],
-    model: Model = None,
-    seed: Annotated[int, typer.Option("--seed", min=0)] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="Few prompts, short contexts: to try the command.")] = False,
-    json_file: Json = None,
-) -> None:
-    """Record an entropy bank from a real model, for the simulator to read.
-
-    The model runs in float32: bfloat16 rounding alone would show as a KL of about 0.001 nats.
-
-    Example: `entropic record --out bank.npz`, then `[cost] bank = "bank.npz"` in the config.
-    """
-    from entropic_ctl import cli_run
-
-    cli_run.record(out, model=model, seed=seed, quick=quick, json_file=json_file)
-
-
-@app.command()
 def prove(
     config: Config,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Certificate to write (JSON).")],
@@ -377,6 +358,7 @@ def bench_certificate(
 
 # Further commands, one module per group; each has ``register(app)``.
 cli_cluster.register(app)
+cli_entropy.register(app)
 cli_sweep.register(app)
 
 

@@ -55,7 +55,7 @@ def _routers(
     from entropic_ctl import cli_live, cli_output, cli_run
 
     cli_output.check_file(json_file, "--json", out, file, certificate, config.cost.bank, config.workload.trace)
-    vocab = int(cli_run.need("sim.trajectories", "sim").load_bank(config.cost.bank).meta["vocab_size"])
+    vocab = int(cli_run.need("sim.trajectories", "sim").load_bank(config.cost.bank, prompts=1).meta["vocab_size"])
     verdict = cli_run.certify(config, vocab, certificate, uncertified=uncertified)
     study = cli_run.need("sim.router_study", "sim")
     results = cli_run.need("entropic_ctl.results", "sim")

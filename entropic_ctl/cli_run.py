@@ -32,7 +32,6 @@ __all__ = [
     "need",
     "placed",
     "prove",
-    "record",
     "recorder",
     "replay",
     "repro",
@@ -46,7 +45,6 @@ __all__ = [
 ]
 
 _PER_REPLICA = ("requests_in", "output_tokens", "utilisation", "e2e_mean_s", "queue_depth_mean", "kv_use_mean")
-_QUICK_RECORD = {"max_new_tokens": 16, "contexts": (256, 512), "texts": 1, "positions": 4}
 _OURS = ("entropic_ctl", "sim", "backends", "proofs", "figures", "paper_repro")
 
 
@@ -202,7 +200,7 @@ def say(message: str) -> None:
 
 def bank_vocabulary(config: RunConfig) -> int:
     """Return the vocabulary size of the entropy bank a config names."""
-    bank = need("sim.trajectories", "sim").load_bank(config.cost.bank)
+    bank = need("sim.trajectories", "sim").load_bank(config.cost.bank, prompts=1)
     return int(bank.meta["vocab_size"])
 
 
@@ -303,29 +301,6 @@ def _by_replica(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name in summaries[0]
     }
     return {"replica": numpy.arange(len(summaries)), **columns}
-
-
-def record(out: Path, *, model: str | None, seed: int, quick: bool, json_file: Path | None) -> None:
-    """Record an entropy bank."""
-    cli_output.check_file(out, "--out")
-    cli_output.check_file(json_file, "--json", out)
-    recording = need("backends.record", "engine")
-    config = with_overrides(RunConfig(), seed=seed, model=model)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype="float32"))  # KL needs it
-    loaded = load_model(config)
-    command = f"entropic record --seed {seed}{' --quick' if quick else ''}"
-    with cli_live.progress("record") as report:
-        bank = recording.record(
-            loaded,
-            seed=seed,
-            command=command,
-            **(_QUICK_RECORD if quick else {}),
-            progress=lambda stage, done, total: report(stage, done / max(1, total)),
-        )
-    need("entropic_ctl.bank", "").save(bank, out)
-    numbers = {"tokens": int(bank.model_entropy.shape[0]), "trajectories": int(bank.temperature.shape[0])}
-    write_json(json_file, numbers, config)
-    show(str(out), numbers)
 
 
 def _tell(verdict: Verdict, json_file: Path | None, config: RunConfig) -> int:

@@ -175,7 +175,7 @@ def tune(
     cli_output.check_file(json_file, "--json", out, config)
     run = cli_run.with_overrides(cli_run.load_config(config), seed=seed)
     session = cli_run.need("sim.tune_session", "sweep")
-    bank = cli_run.need("sim.trajectories", "sim").load_bank(run.cost.bank)
+    bank = cli_run.need("sim.trajectories", "sim").load_bank(run.cost.bank, prompts=1)
     certify = _certifier(_vocabularies())
     verdict = certify(run)
     options = session.Options(

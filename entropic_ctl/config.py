@@ -86,7 +86,13 @@ class CostConfig:
     """What the simulator charges for a step, and where entropies come from."""
 
     preset: str = fields.text("cpu2-smollm2-135m", "device and model shape; see sim/cost.py")
-    bank: str = fields.text("", "recorded entropy bank; empty is the bank shipped with sim")
+    bank: str = fields.text("", "entropy bank (.npz) or fitted model (.json); empty is the bank shipped with sim")
+    bank_prompts: int = fields.integer(32, 1, 10**5, "prompts generated when the bank is a fitted model")
+    beyond_bank: str = fields.choice(
+        "error",
+        ("error", "dense"),
+        "pruned rows longer than the recorded contexts: refused at the start, or run dense and counted",
+    )
     device: str = fields.text("", "in place of the preset's: a device's name, or a JSON file with its numbers")
     model: str = fields.text("", "in place of the preset's: a model's name, or a Hugging Face folder or config.json")
     weight_bits: int = fields.integer(0, 0, 32, "stored width of a weight: 4, 8, 16 or 32; 0: the model's")

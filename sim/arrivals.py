@@ -133,6 +133,10 @@ class Workload:
             int(self.expected_tokens[i]) if self.expected_tokens is not None else 0,
         )
 
+    def longest_context(self) -> int:
+        """Return the largest context a decode row can have, tokens: all but the last token of the longest request."""
+        return int((self.prompt_tokens + self.limit_tokens).max()) - 2 if len(self) else 0
+
     def next_s(self) -> float | None:
         """Return the time of the next arrival that is known, or None (closed: until somebody leaves; else: the end)."""
         return self._next_s if self._next_s < _NEVER else None

@@ -57,7 +57,7 @@ def bench_config(trace: str | Path | None = None, *, loop: bool = True, batch: i
                 "prefill_chunk": 512,
                 "max_live": max(256, 2 * batch),
             },
-            "cost": {"preset": "a100-80-llama-3-8b"},
+            "cost": {"preset": "a100-80-llama-3-8b", "beyond_bank": "dense"},
             "loop": _THREE_LAWS if loop else {},
         },
         where="bench",

@@ -55,6 +55,7 @@ def measure(
     kept: FloatArray,
     *,
     protected_tokens: int = 0,
+    longest_tokens: float = np.inf,
 ) -> StepLoad:
     """Return the load of one iteration (all arrays of shape (R,), columns as in ``StepPlan``).
 
@@ -70,11 +71,15 @@ def measure(
         Share of KV pages read in the pruned layers.
     protected_tokens : int
         A row with less context has only pages that are always read: it counts as dense.
+    longest_tokens : float
+        A row with more context is not pruned either.
     """
     if ENABLED:
-        return StepLoad(n_tokens.shape[0], *sums_loop(context, n_tokens, samples, theta, kept, protected_tokens))
+        return StepLoad(
+            n_tokens.shape[0], *sums_loop(context, n_tokens, samples, theta, kept, protected_tokens, longest_tokens)
+        )
     decode = samples & (n_tokens == 1)
-    pruned = decode & (theta > 0) & (context >= protected_tokens)
+    pruned = decode & (theta > 0) & (context >= protected_tokens) & (context <= longest_tokens)
     c, p = context[pruned].astype(np.float64), kept[pruned]
     rest = ~decode
     cached, new = context[rest].astype(np.float64), n_tokens[rest].astype(np.float64)
@@ -106,6 +111,7 @@ def sums_loop(
     theta: FloatArray,
     kept: FloatArray,
     protected_tokens: int,
+    longest_tokens: float,
 ) -> tuple[int, int, int, float, int, float, float, float, float, float]:
     """Twin of :func:`measure`."""
     tokens = sampling = decoding = pruned = 0
@@ -117,7 +123,7 @@ def sums_loop(
         if samples[i] and n == 1:
             decoding += 1
             decode_context += c
-            if theta[i] > 0.0 and context[i] >= protected_tokens:
+            if theta[i] > 0.0 and protected_tokens <= context[i] <= longest_tokens:
                 pruned += 1
                 pruned_context += c
                 pruned_kept += kept[i]

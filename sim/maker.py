@@ -83,6 +83,10 @@ class Maker:
             true_tokens = self._spare.lengths(workload.limit_tokens)
             workload.expected_tokens = predictions(config.workload, config.seed, true_tokens, oracle=oracle)
         self._spare.response.require_rule(config.loop.pruning, page)
+        held = min(config.engine.max_context, config.engine.pages * page) - 1  # the pool bounds a context too
+        longest = min(workload.longest_context(), held)
+        self._spare.response.require_contexts(config.loop.pruning, longest, config.cost.beyond_bank)
+        self._may_leave = self._spare.response.may_leave
         self.cost = costs.cost_model(config.cost, page, pruning.dense_layers) if cost is None else cost
         self.pool_tokens = config.engine.pages * page
         self.protected_tokens = (pruning.sink_pages + pruning.recent_pages) * page
@@ -123,6 +127,7 @@ class Maker:
             idle_w=costs.idle_power_w(self.cost),
         )
         trajectories = self._spare if self._spare is not None else self._trajectories()
+        trajectories.response.may_leave = self._may_leave
         self._spare = None
         return Parts(loop, trajectories, metrics, Speculation.of(config, config.engine.page_tokens))
 
@@ -137,5 +142,4 @@ class Maker:
             "bank_context_beyond": sum(model.trajectories.response.beyond_context for model in models),
             "draft_tokens": sum(drafts.drafted for drafts in speculations),
             "draft_tokens_accepted": sum(drafts.accepted for drafts in speculations),
-            "bank_temperature_beyond": sum(model.trajectories.clamped_tokens for model in models),
         }

@@ -55,9 +55,9 @@ class SimulationResult:
     """Tables (columns by name) and summary of one run; see :mod:`entropic_ctl.metrics` for the columns and units.
 
     ``summary`` also has ``kl_nats_mean`` (recorded KL to dense attention, mean over decode tokens),
-    ``trace_rows_skipped``, two counts of tokens for which the bank was read at its edge (``bank_context_beyond`` and
-    ``bank_temperature_beyond``), and of tokens drafted and accepted by speculative decoding (``draft_tokens``,
-    ``draft_tokens_accepted``).
+    ``trace_rows_skipped``, ``bank_context_beyond`` (decode rows with a budget that ran dense because they were longer
+    than the recorded contexts, ``cost.beyond_bank = "dense"``), and the tokens drafted and accepted by speculative
+    decoding (``draft_tokens``, ``draft_tokens_accepted``).
     """
 
     requests: dict[str, np.ndarray]
@@ -264,7 +264,7 @@ def simulate(
     NoProgressError
         If the replica stalls (see the module).
     """
-    bank = load_bank(config.cost.bank) if bank is None else bank
+    bank = load_bank(config.cost.bank, seed=config.seed, prompts=config.cost.bank_prompts) if bank is None else bank
     law = config.loop.temperature.config
     if workload is None:
         greedy = law.temperature == 0.0

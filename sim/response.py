@@ -2,11 +2,11 @@
 
 Kept share, certificates, KL and the shift of the entropy are bilinear in (context, theta); the certificate in nats is
 interpolated as such, which is never below -ln(1 - m) of the interpolated mass (a convex function). Below the first
-recorded context they go to those of dense attention at context 0; above the last they keep its value, which overstates
-what is read (the kept share falls with context), and the tokens concerned are counted. The entropy shift is added to
-the model entropy and to the tempered one, floored at 0. A theta beyond the recorded ones is an error, and so is a
-pruning rule other than the recorded one (page size, dense layers, protected pages, selection): its response was not
-measured.
+recorded context they go to those of dense attention at context 0, where nothing can be pruned. Nothing is extrapolated:
+a context above the last recorded one, a theta beyond the recorded ones and a pruning rule other than the recorded one
+(page size, dense layers, protected pages, selection) are errors, found before the first step. With ``cost.beyond_bank
+= "dense"`` rows of longer context run dense instead, which is what their kept share is then known to be; they are
+counted. The entropy shift is added to the model entropy and to the tempered one, floored at 0.
 
 The interpolation and its edges are ours.
 """
@@ -68,8 +68,11 @@ class Response:
         self._theta = bank.theta
         full = np.concatenate((dense, table), axis=1).reshape(table.shape[0], -1)
         self._table = np.ascontiguousarray(full.T)  # one row per (context, theta)
+        self.last_context = float(bank.context[-1])
+        self.may_leave = False
+        """True if rows can be longer than ``last_context`` and then run dense."""
         self.beyond_context = 0
-        """Rows so far whose context lay above the last recorded one."""
+        """Rows so far that ran dense for that reason."""
 
     @property
     def columns(self) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -103,8 +106,38 @@ class Response:
                     field=field,
                     value=value,
                     allowed=repr(recorded),
-                    remedy="use the recorded value, or record a bank under this rule (backends.record.record)",
+                    remedy="use the recorded value, or record a bank under this rule (entropic record --config)",
                 )
+
+    def require_contexts(self, law: LawSpec, longest: int, beyond: str) -> None:
+        """Decide, before a run, what happens to rows longer than the recorded contexts.
+
+        Parameters
+        ----------
+        law : LawSpec
+            Meso law; ``off`` reads no response.
+        longest : int
+            Largest context a decode row of the run can have, tokens.
+        beyond : {"error", "dense"}
+            ``cost.beyond_bank``.
+
+        Raises
+        ------
+        BadInputError
+            If there can be such rows, the law prunes, and ``beyond`` is ``error``.
+        """
+        if law.name == "off" or longest <= self.last_context:
+            return
+        if beyond == "error":
+            raise BadInputError(
+                "contexts can grow beyond those at which the entropy bank's response to pruning was recorded",
+                field="cost.beyond_bank",
+                value=longest,
+                allowed=f"contexts up to {self.last_context:g} tokens",
+                remedy="set beyond_bank = 'dense' to run longer rows dense, shorten prompts, outputs or "
+                "engine.max_context, or record a longer bank (entropic record --contexts)",
+            )
+        self.may_leave = True
 
     def __call__(self, context: IntArray, theta: FloatArray, decode: npt.NDArray[np.bool_]) -> Responses:
         """Interpolate at (context in tokens, theta in nats), each of shape (R,); only ``decode`` rows are pruned.
@@ -112,7 +145,7 @@ class Response:
         Raises
         ------
         BadInputError
-            If a theta lies outside the recorded ones.
+            If a theta or a context lies outside the recorded ones.
         """
         out, beyond, inside = _look_up(self._context, self._theta, self._table, context, theta, decode)
         if not inside:
@@ -122,6 +155,14 @@ class Response:
                 field="theta_nats",
                 value=[float(theta.min()), float(theta.max())],
                 allowed=f"[0, {self._theta[-1]:g}]",
+            )
+        if beyond and not self.may_leave:
+            raise BadInputError(
+                "context beyond the recorded response",
+                where="entropy bank",
+                field="context",
+                value=int(context.max()),
+                allowed=f"<= {self.last_context:g} tokens",
             )
         self.beyond_context += beyond
         return Responses(*out)
@@ -135,16 +176,16 @@ def _bilinear(
     theta: FloatArray,
     decode: npt.NDArray[np.bool_],
 ) -> tuple[FloatArray, int, bool]:
-    """Return the interpolated columns, shape (7, R), how many contexts lay above the last, if every theta is inside."""
-    wide, rows = thetas.shape[0], np.flatnonzero(decode & (theta != 0.0))
+    """Return the columns, shape (7, R), how many rows were too long and so are dense, if every theta is inside."""
+    wide, wanted = thetas.shape[0], decode & (theta != 0.0)
+    beyond = wanted & (context > contexts[-1])
+    rows = np.flatnonzero(wanted & ~beyond)
     out = np.zeros((table.shape[1], context.shape[0]))
     out[0] = 1.0
     c, t = context[rows], theta[rows]
     i, j = cell(contexts, c), cell(thetas, t)
     left, below = contexts[i], thetas[j]
-    x = (c - left) / (contexts[i + 1] - left)  # >= 0
-    beyond = x > 1.0
-    x[beyond] = 1.0
+    x = (c - left) / (contexts[i + 1] - left)  # in [0, 1]
     y = np.minimum((t - below) / (thetas[j + 1] - below), 1.0)
     at, xy = i * wide + j, x * y
     values = table[at] * (1.0 - x - y + xy)[:, None]
@@ -152,7 +193,8 @@ def _bilinear(
     values += table[at + wide] * (x - xy)[:, None]
     values += table[at + wide + 1] * xy[:, None]
     out[:, rows] = values.T
-    inside = bool(((t >= 0.0) & (t <= thetas[-1] * (1 + _SLACK))).all())
+    asked = theta[wanted]
+    inside = bool(((asked >= 0.0) & (asked <= thetas[-1] * (1 + _SLACK))).all())
     return out, int(np.count_nonzero(beyond)), inside
 
 
@@ -171,19 +213,19 @@ def bilinear_loop(
     beyond, inside = 0, True
     for r in range(rows):
         i = j = 0
-        if theta[r] == 0.0 or not decode[r]:
+        pruned = theta[r] != 0.0 and decode[r]
+        if pruned:
+            inside &= theta[r] >= 0.0 and theta[r] <= thetas[-1] * (1 + _SLACK)
+        if not pruned or context[r] > contexts[-1]:
+            beyond += pruned
             out[0, r] = 1.0
             out[1:, r] = 0.0
             continue
-        inside &= theta[r] >= 0.0 and theta[r] <= thetas[-1] * (1 + _SLACK)
         while i < contexts.shape[0] - 2 and contexts[i + 1] <= context[r]:
             i += 1
         while j < wide - 2 and thetas[j + 1] <= theta[r]:
             j += 1
         x = (context[r] - contexts[i]) / (contexts[i + 1] - contexts[i])
-        if x > 1.0:
-            beyond += 1
-            x = 1.0
         y = min((theta[r] - thetas[j]) / (thetas[j + 1] - thetas[j]), 1.0)
         at, xy = i * wide + j, x * y
         a, b, c = 1.0 - x - y + xy, y - xy, x - xy

@@ -72,7 +72,7 @@ def compare(
         )
     if repeats < 1:
         raise BadInputError("no repeats", field="repeats", value=repeats, allowed=">= 1")
-    used = load_bank(config.cost.bank) if bank is None else bank
+    used = load_bank(config.cost.bank, seed=config.seed, prompts=config.cost.bank_prompts) if bank is None else bank
     rows: list[tuple[Any, ...]] = []
     for repeat in range(repeats):
         for name in routers:

@@ -52,6 +52,7 @@ class StepModel:
         self.speculation = speculation
         self.protected_tokens = protected_tokens
         self.cost, self.trajectories = cost, trajectories
+        self._longest_tokens = trajectories.response.last_context
         self.kl_sum, self.decode_tokens = 0.0, 0
         self._last: StepPlan | None = None
         self._ids, self._decoding = np.empty(0, np.int64), 0
@@ -82,8 +83,9 @@ class StepModel:
         if drafts is not None and (drafts.drafter is not None or plan.n_draft.any()):  # a drafter has its own prefill
             return self._verify(plan, temper, clock, pruned, drafts)
         load = measure(
-            plan.context, plan.n_tokens, samples, plan.theta_nats, kept, protected_tokens=self.protected_tokens
-        )
+            plan.context, plan.n_tokens, samples, plan.theta_nats, kept, protected_tokens=self.protected_tokens,
+            longest_tokens=self._longest_tokens,
+        )  # fmt: skip
         charge = self.cost.step(load)
         start_s = clock.now_s
         end_s = clock.advance(charge.seconds)

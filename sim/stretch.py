@@ -37,7 +37,14 @@ __all__ = ["Stretch"]
 _LONGEST = 256  # iterations in one call
 _FIXED, _FEEDBACK = 0, 1
 _OFF, _BUDGET = 0, 1
-_PLANNED, _OFF_GRID, _OFF_THETA, _BAD_TIME = 0, 1, 2, 3  # why it stopped
+_PLANNED, _OFF_GRID, _OFF_THETA, _OFF_RECORDED, _BAD_TIME = range(5)  # why it stopped
+
+_ERRORS = {
+    _OFF_GRID: "temperature outside the recorded grid",
+    _OFF_THETA: "theta outside the recorded response",
+    _OFF_RECORDED: "temperature outside those the bank was sampled at",
+    _BAD_TIME: "a step of no finite duration",
+}
 
 Bools = npt.NDArray[np.bool_]
 Grid = npt.NDArray[np.float32]
@@ -122,7 +129,6 @@ class _State(NamedTuple):
     step_s: float  # running mean of step durations
     kl_sum: float
     decoded: int
-    clamped: int
     beyond: int
     flops: float
     kv_bytes: float
@@ -179,8 +185,8 @@ def _run(
         Whether the recorded text ended, not (only) the limit was reached.
     """
     count, page = live.shape[0], limits.page
-    step, free, now_s, sum_s, low_s, step_s, kl_sum, decoded, clamped, beyond = state[:10]
-    flops, kv_bytes, busy_s, energy_j, longest = state[10:]
+    step, free, now_s, sum_s, low_s, step_s, kl_sum, decoded, beyond = state[:9]
+    flops, kv_bytes, busy_s, energy_j, longest = state[9:]
     waits = (s.last_run, s.protected_until, s.owed)
     pool = s.stack.shape[0] - used_by_nobody
     done, why = 0, _PLANNED
@@ -205,6 +211,9 @@ def _run(
         at, last, off_recorded = trajectories.select_loop(
             w.recorded, w.choices, w.start, w.length, w.ends, w.prompt[ids], w.xi[ids], w.token[ids], w.u[ids]
         )
+        if off_recorded:
+            why = _OFF_RECORDED
+            break
         ok, plan = steady.seat_all_loop(
             live, (step, page, limits.budget, limits.chunk, limits.wait), s.ids, s.prompt, s.known, s.cached, s.greedy,
             waits, s.held, s.table, s.stack, free, s.refs, laws.theta,
@@ -235,7 +244,7 @@ def _run(
                 why = _OFF_THETA
                 break
         parts = loads.sums_loop(
-            plan.context, plan.n_tokens, plan.samples, plan.theta, answer[0], limits.protected_tokens
+            plan.context, plan.n_tokens, plan.samples, plan.theta, answer[0], limits.protected_tokens, w.contexts[-1]
         )
         seconds, more_flops, more_bytes, joules = charge(c, loads.StepLoad(count, *parts))
         if not (seconds >= 0.0 and np.isfinite(seconds)):
@@ -249,7 +258,6 @@ def _run(
         sum_s = total_s
         now_s = max(now_s, total_s + low_s)
         # the micro law on what was read
-        clamped += off_recorded
         model, tempered = np.empty(n), np.empty(n)
         if n > 0:
             temperature = arrays.exp_loop(laws.u[sampling])
@@ -305,7 +313,7 @@ def _run(
         step += 1
         done += 1
     after = _State(
-        step, free, now_s, sum_s, low_s, step_s, kl_sum, decoded, clamped, beyond, flops, kv_bytes, busy_s, energy_j,
+        step, free, now_s, sum_s, low_s, step_s, kl_sum, decoded, beyond, flops, kv_bytes, busy_s, energy_j,
         longest,
     )  # fmt: skip
     return done, why, after, ended[:ends], by_text[:ends]
@@ -408,7 +416,7 @@ class Stretch:
         _, free, _ = pool.columns
         before = _State(
             batcher.step, free, clock.now_s, *clock.parts, batcher.step_s, model.kl_sum, model.decode_tokens,
-            places.clamped_tokens, places.response.beyond_context, ledger.flops, ledger.kv_bytes, ledger.seconds,
+            places.response.beyond_context, ledger.flops, ledger.kv_bytes, ledger.seconds,
             ledger.joules, metrics.gaps.maximum_s,
         )  # fmt: skip
         steps, why, after, ended, by_text = _run_loop(
@@ -418,10 +426,7 @@ class Stretch:
         )  # fmt: skip
         if why != _PLANNED:
             raise BadInputError(
-                {
-                    _OFF_GRID: "temperature outside the recorded grid",
-                    _OFF_THETA: "theta outside the recorded response",
-                }.get(why, "a step of no finite duration"),
+                _ERRORS[why],
                 where="entropy bank" if why != _BAD_TIME else "cost model",
                 remedy="narrow the law's clamps, or record a wider bank",
             )
@@ -430,7 +435,7 @@ class Stretch:
         pool.took(free - after.free)
         clock.set(after.now_s, after.sum_s, after.low_s)
         model.kl_sum, model.decode_tokens = after.kl_sum, after.decoded
-        places.clamped_tokens, places.response.beyond_context = after.clamped, after.beyond
+        places.response.beyond_context = after.beyond
         ledger.flops, ledger.kv_bytes, ledger.seconds = after.flops, after.kv_bytes, after.busy_s
         ledger.joules, metrics.gaps.maximum_s = after.energy_j, after.longest_gap_s
         finished: list[Finish] = []

@@ -4,9 +4,9 @@ r"""Entropy trajectories: what the simulated model would have shown the controll
 temperatures T_1 < T_2 < ... . At a step whose last temperature was T, with T_j <= T <= T_{j+1}, it reads the
 recording at T_{j+1} if xi < w and the one at T_j otherwise, w = ln(T / T_j) / ln(T_{j+1} / T_j). Choosing instead
 of averaging keeps the variance of the recorded entropies. The temperature of the step *before* selects (the base
-temperature at first), because this step's temperature is decided from what the step shows. Below T_1 and above the
-last recording the nearest one is read, and the tokens concerned are counted. Greedy requests read the lowest
-recorded temperature.
+temperature at first), because this step's temperature is decided from what the step shows. A temperature below T_1 or
+above the last is an error, found before the first step (``require_range``): nothing is extrapolated. Greedy requests
+read the lowest recorded temperature.
 
 **Which token, and the end of text.** Token i of a request is token i of the recording. In mode ``bank`` a request
 ends (EOS) with the last token of a recording that ended by itself. A recording that ended *before* token i says
@@ -42,6 +42,8 @@ from entropic_ctl.compiled import compiled, faster
 from entropic_ctl.config import LoopConfig
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FloatArray, IntArray
+from sim.model_file import read_model
+from sim.parametric import generate
 from sim.response import Response, cell
 
 __all__ = ["BankView", "Trajectories", "load_bank"]
@@ -52,14 +54,23 @@ _SLACK = 1e-9
 """Relative distance by which a temperature may miss the grid (exp of a log) before it is an error."""
 
 
-def load_bank(path: str = "") -> Bank:
+def load_bank(path: str = "", *, seed: int = 0, prompts: int = 32) -> Bank:
     """Read a bank; the empty path is the one shipped with this package.
+
+    Parameters
+    ----------
+    path : str
+        ``*.json`` is a fitted model (:mod:`sim.parametric`) from which a bank is generated.
+    seed, prompts : int
+        Root seed and number of prompts of a generated bank; a recorded one ignores them.
 
     Raises
     ------
     BadInputError
         If the file is missing or broken.
     """
+    if path.endswith(".json"):
+        return generate(read_model(path), seed=seed, prompts=prompts)
     if path:
         return banks.load(path)
     with importlib.resources.as_file(importlib.resources.files("sim") / "data" / "smollm2-135m.npz") as shipped:
@@ -211,8 +222,6 @@ class Trajectories:
         base = temperatures[0] if base_temperature <= 0 else base_temperature
         self._u = np.full(prompt.shape[0], np.log(base))
         self._token = np.zeros(prompt.shape[0], np.int64)
-        self.clamped_tokens = 0
-        """Tokens so far whose temperature lay outside the recorded sampling temperatures."""
 
     @property
     def columns(self) -> tuple[Any, ...]:
@@ -244,11 +253,18 @@ class Trajectories:
         token = self._token[ids]
         if ahead is not None:
             token += ahead
-        at, last, clamped = _select(
+        at, last, off = _select(
             self._log_recorded, self._table, self._start, self._length, self._may_end, self._prompt[ids],
             self._xi[ids], token, self._u[ids],
         )  # fmt: skip
-        self.clamped_tokens += clamped
+        if off:
+            raise BadInputError(
+                "temperature outside those the bank was sampled at",
+                where="entropy bank",
+                field="temperature",
+                value=[float(np.exp(self._u[ids].min())), float(np.exp(self._u[ids].max()))],
+                allowed=f"[{np.exp(self._log_recorded[0]):g}, {np.exp(self._log_recorded[-1]):g}]",
+            )
         return at, last
 
     def lengths(self, limit: IntArray) -> IntArray:
@@ -264,9 +280,7 @@ class Trajectories:
         """
         if not self._may_end.any():
             return limit
-        clamped = self.clamped_tokens  # looking is no reading
         first, _ = self.select(np.arange(self._prompt.shape[0]))
-        self.clamped_tokens = clamped
         k = np.searchsorted(self._start, first, side="right") - 1
         length: IntArray = np.where(self.bank.ended[k], np.minimum(self._length[k], limit), limit)
         return length
@@ -296,7 +310,9 @@ class Trajectories:
         BadInputError
             Naming the configuration field, its value and the recorded range.
         """
-        low, high = float(self.bank.grid[0]), float(self.bank.grid[-1])
+        sampled = self.bank.temperature  # entropies are tabulated on the grid, texts were sampled at these
+        low = max(float(self.bank.grid[0]), float(sampled.min()))
+        high = min(float(self.bank.grid[-1]), float(sampled.max()))
         law = loop.temperature.config
         fixed = loop.temperature.name == "fixed" and law.temperature > 0
         limits = {"temperature": law.temperature} if fixed else {"t_min": law.t_min, "t_max": law.t_max}
@@ -308,7 +324,7 @@ class Trajectories:
                         field=f"loop.temperature.{name}",
                         value=value,
                         allowed=f"[{low:g}, {high:g}]",
-                        remedy="narrow the clamps or record a wider bank",
+                        remedy="narrow t_min and t_max or record a wider bank (entropic record --temperatures)",
                     )
         top = float(self.bank.theta[-1])
         for name, value in vars(loop.pruning.config).items():
@@ -348,11 +364,11 @@ def _select_columns(
     prompt, token : IntArray, shape (M,)
     xi, u : FloatArray, shape (M,)
     """
-    column, clamped = np.zeros(u.shape[0], np.int64), 0
+    column, off = np.zeros(u.shape[0], np.int64), 0
     if recorded.shape[0] > 1:
         j = cell(recorded, u)
         weight = (u - recorded[j]) / (recorded[j + 1] - recorded[j])
-        clamped = int(np.count_nonzero((weight < -_SLACK) | (weight > 1 + _SLACK)))
+        off = int(np.count_nonzero((weight < -_SLACK) | (weight > 1 + _SLACK)))
         column = j + (xi < weight)
     k = table[prompt, column]
     over = ends[k] & (token >= length[k])
@@ -363,7 +379,7 @@ def _select_columns(
         nearest = np.where(done & ~done.all(axis=1, keepdims=True), np.inf, distance).argmin(axis=1)
         k[over] = choices[np.arange(nearest.shape[0]), nearest]
     place = np.where(ends[k], np.minimum(token, length[k] - 1), token % length[k])
-    return start[k] + place, ends[k] & (token + 1 >= length[k]), clamped
+    return start[k] + place, ends[k] & (token + 1 >= length[k]), off
 
 
 @compiled
@@ -379,7 +395,7 @@ def select_loop(
     u: FloatArray,
 ) -> tuple[IntArray, npt.NDArray[np.bool_], int]:
     """Twin of :func:`_select_columns`."""
-    rows, choices, clamped = u.shape[0], recorded.shape[0], 0
+    rows, choices, off = u.shape[0], recorded.shape[0], 0
     at, last = np.empty(rows, np.int64), np.empty(rows, np.bool_)
     for r in range(rows):
         j, i = 0, token[r]
@@ -387,7 +403,7 @@ def select_loop(
             while j < choices - 2 and recorded[j + 1] <= u[r]:
                 j += 1
             weight = (u[r] - recorded[j]) / (recorded[j + 1] - recorded[j])
-            clamped += weight < -_SLACK or weight > 1 + _SLACK
+            off += weight < -_SLACK or weight > 1 + _SLACK
             j += xi[r] < weight
         k = table[prompt[r], j]
         if ends[k] and i >= length[k]:
@@ -400,7 +416,7 @@ def select_loop(
                     k, best, going = candidate, distance, alive
         place = min(i, length[k] - 1) if ends[k] else i % length[k]
         at[r], last[r] = start[k] + place, ends[k] and i + 1 >= length[k]
-    return at, last, clamped
+    return at, last, off
 
 
 _select = faster(select_loop, _select_columns)

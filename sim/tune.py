@@ -181,7 +181,9 @@ def tune(
         pool=pool if pool is not None else Inline(runs.run),
         certify=certify,
         uncertified=certify is None,
-        bank=load_bank(config.cost.bank) if bank is None and pool is None else bank,
+        bank=load_bank(config.cost.bank, seed=config.seed, prompts=config.cost.bank_prompts)
+        if bank is None and pool is None
+        else bank,
     )
     ((cost, error),) = search.evaluate([Point(0, {}, config)])
     if error:

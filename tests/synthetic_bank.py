@@ -31,7 +31,7 @@ def entropy_varentropy(logits: np.ndarray, temperature: np.ndarray | float) -> t
 def make_bank(
     seed: int = 0,
     prompts: int = 4,
-    temperatures: tuple[float, ...] = (0.4, 0.8, 1.2, 1.6),
+    temperatures: tuple[float, ...] = (0.3, 0.8, 1.2, 1.6),
     lengths: tuple[int, int] = (20, 60),
     grid: np.ndarray | None = None,
     *,

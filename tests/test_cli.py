@@ -72,7 +72,7 @@ def certificate(config: Any, tmp_path: Path) -> Path:
 def test_help_lists_every_command_and_each_explains_itself_with_an_example() -> None:
     status, out, _ = entropic("--help")
     assert status == 0
-    commands = ("demo", "fetch", "simulate", "generate", "record", "prove", "check", "replay", "repro")
+    commands = ("demo", "fetch", "simulate", "generate", "record", "fit-entropy", "prove", "check", "replay", "repro")
     for command in (*commands, "bench"):
         assert f" {command} " in out
     for command in [(c,) for c in commands] + [("bench", b) for b in ("sim", "engine", "certificate")]:
@@ -83,7 +83,18 @@ def test_help_lists_every_command_and_each_explains_itself_with_an_example() -> 
 
 
 def test_every_measuring_command_takes_json() -> None:
-    for command in ("demo", "simulate", "generate", "record", "prove", "check", "replay", "repro", "bench sim"):
+    for command in (
+        "demo",
+        "simulate",
+        "generate",
+        "record",
+        "fit-entropy",
+        "prove",
+        "check",
+        "replay",
+        "repro",
+        "bench sim",
+    ):
         assert "--json" in entropic(*command.split(), "--help")[1]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import entropic
 from synthetic_bank import make_bank
 
 from backends import models, record
@@ -40,7 +41,9 @@ def test_a_bank_is_recorded_in_float32_and_names_its_command(tmp_path: Path, mon
 
     monkeypatch.setattr(models, "load", load)
     monkeypatch.setattr(record, "record", fake)
-    cli_run.record(tmp_path / "b.npz", model="some/model", seed=3, quick=True, json_file=tmp_path / "b.json")
+    options = ("--model", "some/model", "--seed", 3, "--quick", "--json", tmp_path / "b.json")
+    status, _, err = entropic("record", "--out", tmp_path / "b.npz", *options)
+    assert status == 0, err
     assert asked["dtype"] == "float32"
-    assert asked["command"] == "entropic record --seed 3 --quick"
+    assert asked["command"] == "entropic record --model some/model --seed 3 --quick"
     assert read(tmp_path / "b.json")["stamp"]["config"]["model"]["dtype"] == "float32"

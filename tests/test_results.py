@@ -180,7 +180,8 @@ def test_commit_is_that_of_the_source_tree_or_unknown(tmp_path: Path) -> None:
 def test_stamping_imports_no_heavy_library() -> None:
     script = (
         "import sys; from entropic_ctl import results; from entropic_ctl.config import RunConfig;"
-        "results.stamp(RunConfig(), 0); print([m for m in ('torch', 'pyarrow', 'transformers', 'matplotlib') if m in sys.modules])"
+        "results.stamp(RunConfig(), 0);"
+        "print([m for m in ('torch', 'pyarrow', 'transformers', 'matplotlib') if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

@@ -354,7 +354,7 @@ def test_an_uncertified_gain_is_refused() -> None:
 
 def test_a_law_that_can_leave_the_bank_is_refused() -> None:
     config = setup({"temperature": {"law": "solve", "t_max": 9.0}})
-    with pytest.raises(BadInputError, match=r"loop.temperature.t_max.*0.25, 2"):
+    with pytest.raises(BadInputError, match=r"loop.temperature.t_max.*0.3, 1.6"):
         run(config, jobs([8], [5]))
 
 

@@ -19,7 +19,7 @@ from entropic_ctl.errors import BadInputError
 from entropic_ctl.temperature import fixed
 from sim.trajectories import BankView, Trajectories, load_bank
 
-BANK, LOGITS = make_bank()
+BANK, LOGITS = make_bank(temperatures=(0.4, 0.8, 1.2, 1.6))
 ROWS = np.arange(0, len(LOGITS), 7)
 
 
@@ -105,13 +105,19 @@ def test_xi_against_log_weight_chooses_the_neighbour() -> None:
     assert (chosen[:500] == 0.8).all()
 
 
-@pytest.mark.parametrize(("temperature", "expected"), [(0.4, 0.4), (0.8, 0.8), (1.6, 1.6), (0.3, 0.4), (1.9, 1.6)])
-def test_at_or_beyond_a_recorded_temperature_that_recording_is_read(temperature: float, expected: float) -> None:
+@pytest.mark.parametrize("temperature", [0.4, 0.8, 1.6])
+def test_at_a_recorded_temperature_that_recording_is_read(temperature: float) -> None:
     trajectories = columns(3, base=temperature, prompt=2)
     at, _ = trajectories.select(np.arange(3))
-    assert (BANK.temperature[recording_of(at)] == expected).all()
+    assert (BANK.temperature[recording_of(at)] == temperature).all()
     assert (BANK.prompt[recording_of(at)] == 2).all()
-    assert trajectories.clamped_tokens == (0 if temperature == expected else 3)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.9])
+def test_beyond_the_sampled_temperatures_nothing_is_read(temperature: float) -> None:
+    trajectories = columns(3, base=temperature, prompt=2)
+    with pytest.raises(BadInputError, match=r"sampled at.*\[0.4, 1.6\]"):
+        trajectories.select(np.arange(3))
 
 
 def test_the_next_token_follows_the_temperature_that_was_used() -> None:
@@ -207,15 +213,17 @@ def test_length_depends_on_temperature() -> None:
 
 def test_law_ranges_are_checked_once_and_name_the_field() -> None:
     trajectories = columns(1)
-    trajectories.require_range(LoopConfig())
+    trajectories.require_range(LoopConfig())  # a fixed law cannot leave its temperature, whatever its clamps
     for spec, needle in [
         (fixed.Config(temperature=3.0, t_max=3.0), "loop.temperature.temperature"),
         (fixed.Config(temperature=0.2, t_min=0.1), "loop.temperature.temperature"),
     ]:
         with pytest.raises(BadInputError, match=needle):
             trajectories.require_range(LoopConfig(temperature=LawSpec("fixed", spec)))
-    with pytest.raises(BadInputError, match=r"loop.temperature.t_max.*\[0.25, 2\]"):
-        trajectories.require_range(LoopConfig(temperature=LawSpec("solve", fixed.Config(t_max=2.5))))
+    with pytest.raises(BadInputError, match=r"loop.temperature.t_max.*\[0.4, 1.6\]"):
+        trajectories.require_range(LoopConfig(temperature=LawSpec("solve", fixed.Config(t_min=0.4, t_max=1.8))))
+    with pytest.raises(BadInputError, match=r"loop.temperature.t_min.*--temperatures"):  # on the grid, never sampled
+        trajectories.require_range(LoopConfig(temperature=LawSpec("solve", fixed.Config(t_min=0.3))))
 
 
 def test_repeats_of_a_prompt_are_prompts_of_their_own() -> None:
