@@ -19,7 +19,7 @@ except ModuleNotFoundError:
     raise SystemExit("entropic: the command line needs typer and rich: pip install 'entropic-ctl[cli]'") from None
 from typer.core import TyperGroup
 
-from entropic_ctl import __version__
+from entropic_ctl import __version__, cli_workload
 from entropic_ctl.cli_console import console, drop_stdout, tolerate_any_encoding
 from entropic_ctl.cli_options import (
     Certificate,
@@ -143,7 +143,7 @@ def simulate(
     config: Config,
     *,
     trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE", help="Azure CSV of arrivals, in place of the workload.")
+        Path | None, typer.Option("--trace", metavar="FILE", help="A recorded trace, in place of the arrivals.")
     ] = None,
     out: Out = None,
     json_file: Json = None,
@@ -364,6 +364,7 @@ def bench_certificate(
 
 
 # Further commands, one module per group; each has ``register(app)``.
+cli_workload.register(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

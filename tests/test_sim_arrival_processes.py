@@ -48,14 +48,16 @@ def test_gamma_of_cv_zero_is_regular() -> None:
 
 
 def test_mmpp_mean_rate_is_the_documented_one_from_time_zero_on() -> None:
-    """The process is stationary from the start: counts over a short first window, over many seeds, have the mean rate."""
+    """The process is stationary from the start: counts in a short first window have the mean rate."""
     config, window_s = process("mmpp"), 2.0
     rate = config.mean_rate_per_s
     assert rate == pytest.approx((1 * 4 + 8 * 1 + 0) / 5.5)
     first = np.array([np.searchsorted(arrival_times(config, 60, seed), window_s) for seed in range(2000)])
     assert first.max() < 60
     assert abs(first.mean() - rate * window_s) < 4 * first.std() / math.sqrt(len(first))
-    assert abs(first.mean() - 1.0 * window_s) > 8 * first.std() / math.sqrt(len(first))  # starting in state 0 would fail
+    assert abs(first.mean() - 1.0 * window_s) > 8 * first.std() / math.sqrt(
+        len(first)
+    )  # starting in state 0 would fail
 
 
 def test_mmpp_long_run_rate_and_index_of_dispersion_of_two_states() -> None:

@@ -106,9 +106,7 @@ def test_azure_rate_scale(tmp_path: Path) -> None:
         WorkloadConfig(kind="azure", trace=str(path), rate_scale=4.0, n_requests=10, output_length="limit"), 0, 1
     )
     jobs = work.arrived(1e9)
-    assert [
-        (j.arrival_s, j.prompt_tokens, j.max_new_tokens) for j in jobs
-    ] == [
+    assert [(j.arrival_s, j.prompt_tokens, j.max_new_tokens) for j in jobs] == [
         (0.0, 3, 4),
         (2.5, 5, 6),
     ]

@@ -125,8 +125,9 @@ def test_prefix_caching_saves_the_previous_prompt_of_each_session() -> None:
         result = simulate(config, bank=BANK, cost=LinearCost(0.0, 1.0))  # a second per token computed
         assert result.requests["prompt_tokens"].tolist() == [40, 55, 70]
         assert result.requests["output_tokens"].tolist() == [5, 5, 5]
-        assert result.requests["arrival_s"].tolist()[1:] == (
-            (result.requests["arrival_s"] + result.requests["e2e_s"]).tolist()[:-1]
+        assert (
+            result.requests["arrival_s"].tolist()[1:]
+            == ((result.requests["arrival_s"] + result.requests["e2e_s"]).tolist()[:-1])
         )
         seconds[caching] = result.requests["ttft_s"].tolist()
     assert seconds[False] == pytest.approx([40, 55, 70])
