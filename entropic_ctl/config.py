@@ -252,10 +252,14 @@ def load(path: str | Path) -> RunConfig:
 
 
 def resolve(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration as plain nested dicts, every default spelled out; ``from_mapping`` inverts it."""
+    """Return the configuration as plain nested dicts and lists, every default spelled out, as JSON would have it.
+
+    ``from_mapping`` inverts it.
+    """
     out: dict[str, Any] = {"seed": config.seed}
     for name in _PLAIN:
-        out[name] = dataclasses.asdict(getattr(config, name))
+        table = dataclasses.asdict(getattr(config, name))
+        out[name] = {key: list(value) if isinstance(value, tuple) else value for key, value in table.items()}
     out["loop"] = resolve_loop(config.loop)
     return out
 

@@ -29,9 +29,8 @@ def table(workload: Workload) -> dict[str, npt.NDArray[Any]]:
         ``client`` (-1: a client of its own); ``shared_tokens``: prompt tokens with which an earlier request began.
     """
     n = len(workload)
-    waits = workload.follows is not None
-    arrival_s = np.where(workload.follows < 0, workload.arrival_s, np.nan) if waits else workload.arrival_s
-    hashes = workload.prefix_hashes
+    follows, hashes = workload.follows, workload.prefix_hashes
+    arrival_s = workload.arrival_s if follows is None else np.where(follows < 0, workload.arrival_s, np.nan)
     shared = hashes.shared_tokens() if isinstance(hashes, BlockHashes | SessionHashes) else np.zeros(1, np.int64)
     return {
         "id": np.arange(n),
