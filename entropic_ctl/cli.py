@@ -19,7 +19,7 @@ except ModuleNotFoundError:
     raise SystemExit("entropic: the command line needs typer and rich: pip install 'entropic-ctl[cli]'") from None
 from typer.core import TyperGroup
 
-from entropic_ctl import __version__, cli_cluster, cli_entropy, cli_sweep
+from entropic_ctl import __version__, cli_cluster, cli_entropy, cli_sweep, cli_workload
 from entropic_ctl.cli_console import console, drop_stdout, tolerate_any_encoding
 from entropic_ctl.cli_options import (
     Certificate,
@@ -145,7 +145,7 @@ def simulate(
     config: Config,
     *,
     trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE", help="Azure CSV of arrivals, in place of the workload.")
+        Path | None, typer.Option("--trace", metavar="FILE", help="A recorded trace, in place of the arrivals.")
     ] = None,
     out: Out = None,
     json_file: Json = None,
@@ -360,6 +360,7 @@ def bench_certificate(
 cli_cluster.register(app)
 cli_entropy.register(app)
 cli_sweep.register(app)
+cli_workload.register(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -357,7 +357,10 @@ def load(path: str | Path) -> RunConfig:
 
 
 def resolve(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration as plain nested dicts, every default spelled out; ``from_mapping`` inverts it."""
+    """Return the configuration as plain nested dicts and lists, every default spelled out, as JSON would have it.
+
+    ``from_mapping`` inverts it.
+    """
     out: dict[str, Any] = {"seed": config.seed}
     for name in TABLES:
         values = dataclasses.asdict(getattr(config, name))

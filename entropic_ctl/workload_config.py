@@ -178,12 +178,14 @@ class WorkloadConfig:
         )
 
     def replaying(self, trace: str | Path) -> WorkloadConfig:
-        """Return the workload that plays ``trace``: keys that no trace reads return to their defaults."""
-        kind = self.kind if self.replays else "trace"
+        """Return the workload that plays ``trace``, whatever its format.
+
+        Keys that no trace reads return to their defaults.
+        """
         other = {
             item.name: item.default
             for item in dataclasses.fields(self)
             if "trace" not in READ_BY.get(item.name, ("trace",))
         }
-        changes: dict[str, Any] = {**other, "kind": kind, "trace": str(trace)}
+        changes: dict[str, Any] = {**other, "kind": "trace", "trace": str(trace)}
         return dataclasses.replace(self, **changes)

@@ -98,6 +98,7 @@ class Workload:
         self.arrival_s, self.prompt_tokens, self.limit_tokens = arrival_s, prompt_tokens, limit_tokens
         self.prompt, self.xi, self.greedy, self.skipped_rows = prompt, xi, greedy, skipped_rows
         self.prefix_hashes, self.client, self.expected_tokens = prefix_hashes, client, expected_tokens
+        self.follows = follows
         _check_times(arrival_s, ordered=follows is None)
         self._heap: list[tuple[float, int]] = []
         self._follower: IntArray | None = None

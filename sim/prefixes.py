@@ -113,6 +113,7 @@ class BlockHashes:
                 allowed=f"divisors of {blocks.tokens}",
                 remedy="choose another page size, or switch engine.prefix_caching off",
             )
+        self._blocks, self._prompts = blocks, prompt_tokens
         self._words, self._offset = blocks.chained(), blocks.offset
         self._full = prompt_tokens // page_tokens
         self._page = np.arange(blocks.tokens // page_tokens, dtype=np.uint64)
@@ -124,6 +125,10 @@ class BlockHashes:
         if repetition:
             words = words ^ _mix(np.array([repetition], np.uint64))
         return tuple((words + self._page).ravel()[: self._full[row]].view(np.int64).tolist())
+
+    def shared_tokens(self) -> IntArray:
+        """Return, per row of one repetition, the prompt tokens that an earlier row began with, in whole blocks."""
+        return self._blocks.shared_tokens(self._prompts)
 
 
 class SessionHashes:
@@ -140,10 +145,18 @@ class SessionHashes:
     """
 
     def __init__(self, session: IntArray, prompt_tokens: IntArray, page_tokens: int, shared_tokens: int) -> None:
-        self._session, self._full = session, prompt_tokens // page_tokens
+        self._session, self._full, self._page_tokens = session, prompt_tokens // page_tokens, page_tokens
         self._common = shared_tokens // page_tokens
 
     def __getitem__(self, i: int) -> tuple[int, ...]:
         full, base = int(self._full[i]), (int(self._session[i]) + 1) * _ONE_SESSION
         common = min(full, self._common)
         return (*range(common), *range(base + common, base + full))
+
+    def shared_tokens(self) -> IntArray:
+        """Return, per request, the prompt tokens that an earlier request (by id) began with, in whole pages."""
+        later = np.diff(self._session, prepend=-1) == 0
+        before = np.where(later, np.roll(self._full, 1), np.minimum(self._common, self._full))
+        before[0] = 0
+        shared: IntArray = before * self._page_tokens
+        return shared

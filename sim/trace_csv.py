@@ -88,7 +88,7 @@ class CsvFormat:
                 if not raw.strip():
                     continue
                 found = self._slowly(raw, where, line)
-            yield Row(line, *found)
+            yield Row._make((line, *found, -1, ()))
 
     def _check_header(self, raw: bytes, where: str) -> None:
         if not raw:

@@ -133,7 +133,7 @@ def collect(rows: Iterable[Row], *, where: str, time: str, output: str, block_to
             value=f"{len(skipped)} rows with {output} 0" if skipped else "a header only",
             allowed="at least one row",
         )
-    line_of, whole_s, rest_ns = (np.array(column, np.int64) for column in (lines, seconds, nanos))
+    line_of, whole_s, rest_ns, asked_by = (_column(column) for column in (lines, seconds, nanos, clients))
     order = np.lexsort((rest_ns, whole_s))  # a stable sort
     first, last = int(order[0]), int(order[-1])
     if (span := int(whole_s[last] - whole_s[first])) > _LONGEST_SPAN_S:
@@ -145,14 +145,18 @@ def collect(rows: Iterable[Row], *, where: str, time: str, output: str, block_to
             remedy="one of the two times is wrong: correct or delete the row",
         )
     offset_ns = (whole_s - whole_s[first]) * 1_000_000_000 + (rest_ns - rest_ns[first])
-    client_column = np.array(clients, np.int64)
     unsorted = Trace(
         offset_ns / 1e9,
-        np.array(prompts, np.int64),
-        np.array(outputs, np.int64),
+        _column(prompts),
+        _column(outputs),
         line_of,
-        np.array(skipped, np.int64),
-        client_column if (client_column >= 0).any() else None,
-        TraceBlocks(np.array([0, *ends], np.int64), np.array(ids, np.int64), block_tokens) if block_tokens else None,
+        _column(skipped),
+        asked_by if (asked_by >= 0).any() else None,
+        TraceBlocks(np.concatenate([[0], _column(ends)]), _column(ids), block_tokens) if block_tokens else None,
     )
-    return unsorted.take(order)
+    return unsorted if (np.diff(order) == 1).all() else unsorted.take(order)
+
+
+def _column(values: array[int]) -> IntArray:
+    """Return a gathered column without copying it."""
+    return np.frombuffer(values, np.int64) if values else np.empty(0, np.int64)

@@ -72,10 +72,24 @@ def certificate(config: Any, tmp_path: Path) -> Path:
 def test_help_lists_every_command_and_each_explains_itself_with_an_example() -> None:
     status, out, _ = entropic("--help")
     assert status == 0
-    commands = ("demo", "fetch", "simulate", "generate", "record", "fit-entropy", "prove", "check", "replay", "repro")
+    commands = (
+        "demo",
+        "fetch",
+        "simulate",
+        "generate",
+        "record",
+        "fit-entropy",
+        "prove",
+        "check",
+        "replay",
+        "repro",
+        "workload",
+    )
     for command in (*commands, "bench"):
         assert f" {command} " in out
-    for command in [(c,) for c in commands] + [("bench", b) for b in ("sim", "engine", "certificate")]:
+    for command in (
+        [(c,) for c in commands] + [("bench", b) for b in ("sim", "engine", "certificate")] + [("trace", "convert")]
+    ):
         status, out, _ = entropic(*command, "--help")
         assert status == 0
         assert "Example:" in out

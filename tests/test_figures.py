@@ -13,7 +13,7 @@ from entropic_ctl.errors import BadInputError
 
 pytest.importorskip("matplotlib")
 
-from figures import ablation, generation, phase, pruning_cost, style
+from figures import ablation, generation, phase, pruning_cost, style, workload
 from paper_repro import claims, experiments
 
 METRICS = {"latency": "latency (lower is better)", "throughput": "throughput (higher is better)"}
@@ -61,12 +61,18 @@ def response() -> dict[str, np.ndarray]:
     return dict(zip(names, map(np.array, zip(*rows, strict=True)), strict=True))
 
 
+def requests(n: int = 50) -> dict[str, np.ndarray]:
+    times = np.cumsum(np.random.default_rng(1).exponential(2.0, n))
+    return {"arrival_s": times, "prompt_tokens": np.arange(1, n + 1) ** 2, "output_limit": np.full(n, 64)}
+
+
 def draw_all(folder: Path) -> list[Path]:
-    paths = [folder / f"{name}.png" for name in ("generation", "ablation", "phase", "pruning")]
+    paths = [folder / f"{name}.png" for name in ("generation", "ablation", "phase", "pruning", "workload")]
     generation.draw(tokens(), paths[0], target_nats=1.0)
     ablation.draw(effects(), claims.table(), paths[1], arms=claims.ARMS[1:], metrics=METRICS)
     phase.draw(trajectories(), paths[2], titles={"a": "k = 0.02 (certified)"}, target_nats=2.0)
     pruning_cost.draw(response(), paths[3])
+    workload.draw(requests(), paths[4])
     return paths
 
 
@@ -87,7 +93,7 @@ def test_f1_fifty_plots_without_a_display_leave_no_open_figures(tmp_path: Path) 
         "from test_figures import draw_all\nfrom figures import style\n"
         f"folder = Path({str(tmp_path)!r})\n"
         "draw_all(folder)\n"
-        "for i in range(46):\n"
+        "for i in range(45):\n"
         "    with style.canvas(folder / f'{i}.png', size=(2, 1.5)) as (_, axes):\n"
         "        axes[0].plot([0, 1], [1, i])\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
@@ -147,6 +153,7 @@ def test_the_paper_is_drawn_hollow_and_never_as_ours(tmp_path: Path, monkeypatch
     [
         (generation.draw, tokens(), "theta_nats"),
         (pruning_cost.draw, response(), "kl"),
+        (workload.draw, requests(), "prompt_tokens"),
         (lambda t, p: phase.draw(t, p, titles={"a": "a"}), trajectories(), "u"),
         (lambda t, p: ablation.draw(t, claims.table(), p, arms=("full loop",), metrics=METRICS), effects(), "low"),
     ],
@@ -168,3 +175,10 @@ def test_an_error_while_drawing_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), style.canvas(path):
         raise RuntimeError
     assert path.read_bytes() == b"old"
+
+
+def test_workloads_that_start_at_one_moment_or_wait_for_others_can_be_drawn(tmp_path: Path) -> None:
+    table = requests()
+    for name, times in (("burst", np.zeros(50)), ("closed", np.where(np.arange(50) < 3, np.arange(50.0), np.nan))):
+        workload.draw({**table, "arrival_s": times}, tmp_path / f"{name}.png")
+    assert (tmp_path / "burst.png").read_bytes() != (tmp_path / "closed.png").read_bytes()

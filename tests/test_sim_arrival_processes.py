@@ -48,7 +48,7 @@ def test_gamma_of_cv_zero_is_regular() -> None:
 
 
 def test_mmpp_mean_rate_is_the_documented_one_from_time_zero_on() -> None:
-    """The process is stationary from the start: counts over a short first window, over many seeds, have the mean rate."""
+    """The process is stationary from the start: counts in a short first window have the mean rate."""
     config, window_s = process("mmpp"), 2.0
     rate = config.mean_rate_per_s
     assert rate == pytest.approx((1 * 4 + 8 * 1 + 0) / 5.5)

@@ -1,4 +1,4 @@
-"""Azure traces and what all formats share: exact times, stable order, and an error with file, line and column for every bad row."""
+"""Azure traces: exact times, stable order, and an error with file, line and column for every bad row."""
 
 from __future__ import annotations
 
