@@ -174,6 +174,7 @@ def simulate(
     bank: Bank | None = None,
     cost: costs.CostModel | None = None,
     workload: Workload | None = None,
+    laws: tuple[Any, Any, Any] | None = None,
 ) -> SimulationResult:
     """Run one simulation to its end.
 
@@ -190,6 +191,8 @@ def simulate(
         Also return a table with one row per token.
     bank, cost, workload : optional
         In place of those named by the configuration.
+    laws : tuple, optional
+        Passed to :class:`entropic_ctl.loop.Loop`.
 
     Returns
     -------
@@ -222,7 +225,14 @@ def simulate(
     trajectories.response.require_rule(config.loop.pruning, page)
     if cost is None:
         cost = costs.preset(config.cost.preset, page, pruning.dense_layers)
-    loop = Loop(config.loop, config.engine, int(bank.meta["vocab_size"]), verdict=verdict, uncertified=uncertified)
+    loop = Loop(
+        config.loop,
+        config.engine,
+        int(bank.meta["vocab_size"]),
+        verdict=verdict,
+        uncertified=uncertified,
+        laws=laws,
+    )
     metrics = Metrics(page, keep_tokens=keep_tokens, target_nats=getattr(law, "target_nats", None))
     env = simpy.Environment()
     replica = Replica(
