@@ -1,8 +1,8 @@
 """Known signals added to a running loop, so that its response can be told from everything else that moves.
 
 - **Signals** with zero mean and a stated amplitude: ``prbs`` (a maximal-length binary sequence: flat spectrum, two
-  levels), ``multisine`` (every harmonic of its period, equal power, phases after Schroeder 1970: a low crest) and ``chirp`` (frequency rises
-  linearly from 0 to 1/2 cycle per token).
+  levels), ``multisine`` (every harmonic of its period, equal power, phases after Schroeder 1970: a low crest) and
+  ``chirp`` (frequency rises linearly from 0 to 1/2 cycle per token).
 - **Laws** that carry a signal. :class:`Excited` wraps any micro law and adds the signal to u = ln T behind it
   (``output``) or to its target H* (``target``, closed loop only); :class:`ExcitedBudget` moves theta about a point.
 

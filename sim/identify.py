@@ -7,9 +7,9 @@ The input is u = ln T (about the operating point) or theta. One request is one r
 
 What theory says, for comparison: the same-step gain of the tempered entropy is the mean varentropy at the unexcited u,
 dH/du = V; on frozen logits the excitation reaches u through a pole at 1 - k V (lag 0), or through 1 - q^-1 + k V q^-2
-(lag 1), k V being the loop gain. If a token's temperature also moves the *next* entropy, by s through the text, the slow
-pole sees V + s: the loop gain is compared with both. The *model* entropy of a token is measured before that token's
-temperature acts, so its lag-0 coefficient must be zero: a check on the whole procedure.
+(lag 1), k V being the loop gain. If a token's temperature also moves the *next* entropy, by s through the text, the
+slow pole sees V + s: the loop gain is compared with both. The *model* entropy of a token is measured before that
+token's temperature acts, so its lag-0 coefficient must be zero: a check on the whole procedure.
 
 The experiment brings its own workload: a burst of requests of equal length that run to their limit. Estimators are in
 :mod:`sim.spectra` and :mod:`sim.transfer`; what runs the requests (simulator or engine) is the caller's.
@@ -302,6 +302,7 @@ def analyse(records: Records, experiment: Experiment, config: RunConfig) -> Find
         "amplitude": experiment.size(config),
         "input_mean": float(np.mean(np.concatenate(u))),
         "varentropy_mean": float(np.mean(np.concatenate(varentropy))),
+        "varentropy_error": float(np.std([v.mean() for v in varentropy], ddof=1) / math.sqrt(len(long))),
     }
     frequency: list[dict[str, np.ndarray]] = []
     impulse: list[dict[str, np.ndarray]] = []
@@ -341,7 +342,9 @@ def analyse(records: Records, experiment: Experiment, config: RunConfig) -> Find
             before, text = first
     if experiment.input == "temperature":
         numbers["compared"] = {
-            "same_step_gain_is_V": _beside(*same, numbers["varentropy_mean"], level),
+            "same_step_gain_is_V": _beside(
+                same[0], math.hypot(same[1], numbers["varentropy_error"]), numbers["varentropy_mean"], level
+            ),
             "model_entropy_ignores_this_T": _beside(*before, 0.0, level),
         }
         numbers["text_feedback_s"] = _interval(*text, level)
