@@ -13,7 +13,7 @@ from figures import style
 __all__ = ["draw"]
 
 NEEDS = ("lag", "gain", "equilibrium", "attractor", "linear", "kind", "period", "amplitude")
-_FLOOR = -1.6
+_FLOOR = -2.5  # the exponent falls without bound where k V = 1
 _LOOK = {"settles": "blue", "cycles": "vermillion", "wanders": "purple", "clamped": "black"}
 
 
@@ -60,7 +60,7 @@ def draw(
                     axis.axvline(limit, color=style.COLOURS["green"], lw=1.2)
                 if gain is not None:
                     axis.axvline(gain, color=style.GREY, ls=":", lw=1.2)
-            shown = {name: np.maximum(table[name][mine].astype(float), _FLOOR) for name in NEEDS[2:5]}
+            shown = {name: table[name][mine].astype(float) for name in NEEDS[2:5]}
             values.plot(k, shown["linear"], color=style.GREY, ls="--", label="linear theory")
             values.plot(k, shown["attractor"], ".", ms=4, color=style.COLOURS["orange"], label="along the attractor")
             values.plot(

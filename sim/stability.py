@@ -7,9 +7,8 @@ One study of a configuration with the ``feedback`` law measures
   gains from 0 to past the linear limit 2 sin(pi / (4 d + 2)) / V; the **onset** of instability by bisection;
 - long runs at 0.999 and 1.001 of that limit (**limit cycles**), and at the configured gain, and at its negative (the
   wrong sign must drive the temperature to a **clamp**);
-- the exponent on **recorded** logits, where theory says the mean of ln |1 - k V_t|;
-- the **step response** to a step of the target, on a recorded distribution that stands still;
-- the **queue drift** of the configured workload.
+- the exponent on **recorded** logits, where theory says the mean of ln |1 - k V_t|,
+and, elsewhere, the **step response** (:mod:`sim.step_response`) and the **queue drift** (:mod:`sim.drift`).
 
 The sharpest logits are T* (L, 0, ..., 0), T* the middle of the clamps, with the target equal to their entropy: no other
 distribution of the vocabulary has a larger varentropy. Clamps, rate limit and error shape are the configuration's.
@@ -27,7 +26,7 @@ import numpy as np
 
 from entropic_ctl.bank import Bank
 from entropic_ctl.errors import BadInputError
-from entropic_ctl.signals import FloatArray, IntArray
+from entropic_ctl.signals import IntArray
 from entropic_ctl.temperature import feedback
 from sim.cycles import Behaviour, behaviour
 from sim.frozen import LevelView, Views, drive, recorded, still
@@ -36,19 +35,16 @@ from sim.lyapunov import Exponent, at_equilibrium, exponent, linear_exponent, on
 __all__ = [
     "FACTORS",
     "Sharpest",
-    "StepResponse",
     "find_onset",
     "gain_sweep",
     "long_run",
     "on_recordings",
-    "step_response",
     "typical_token",
+    "varentropy_of",
 ]
 
 FACTORS = tuple(round(0.05 * i, 2) for i in range(1, 27))
 """Gains of the sweep, in units of the linear limit at the sharpest logits."""
-
-_SETTLED = 0.02
 
 Report = Callable[[str, float], None]
 
@@ -246,84 +242,6 @@ def typical_token(bank: Bank, temperature: float) -> int:
     return int(rows[order[rows.shape[0] // 2]])
 
 
-@dataclass(frozen=True)
-class StepResponse:
-    """Response of the entropy to a step of the target, on logits that stand still.
-
-    Parameters
-    ----------
-    overshoot : float
-        Largest excess over the step, as a share of it; 0 without.
-    settling_tokens : float
-        First token from which the entropy stays within 2% of the step; NaN if it never does.
-    expected_tokens : float
-        The same from the linear loop at the new equilibrium's varentropy (lag 0: ln 0.02 / ln |1 - k V|).
-    varentropy : float
-        There.
-    u, entropy : FloatArray, shape (N,)
-        From the token at which the target moves.
-    target_nats : (float, float)
-        Before and after.
-    """
-
-    overshoot: float
-    settling_tokens: float
-    expected_tokens: float
-    varentropy: float
-    u: FloatArray
-    entropy: FloatArray
-    target_nats: tuple[float, float]
-
-
-def step_response(
-    law: feedback.Config, views: Views, *, step_nats: float = 0.3, lag: int = 0, steps: int = 2000
-) -> StepResponse:
-    """Settle at the entropy of the law's starting temperature, then move the target.
-
-    Parameters
-    ----------
-    law : feedback.Config
-        Its target is replaced.
-    views : Views
-        Must not change with t.
-    step_nats : float
-        Step of the target; the new one must be within reach of the clamps.
-    lag : int
-        Observation lag.
-    steps : int
-        Tokens after the step.
-
-    Raises
-    ------
-    BadInputError
-        If the clamps cannot reach the new target.
-    """
-    start = feedback.Feedback(law).start()
-    view = views(0, 1)
-    before = float(view.at(np.array([math.exp(start)]))[0][0])
-    after = before + step_nats
-    reach = [float(view.at(np.array([t]))[0][0]) for t in (law.t_min, law.t_max)]
-    if not reach[0] < after < reach[1]:
-        raise BadInputError(
-            "the clamps cannot reach this target", field="step_nats", value=step_nats, allowed=f"H* in {reach}"
-        )
-    old, new = (feedback.Feedback(dataclasses.replace(law, target_nats=h)) for h in (before, after))
-    wait = 1 + lag
-    u, entropy = drive(lambda t: old if t < wait else new, views, [start], wait + steps, lag)
-    u, entropy = u[wait:, 0], entropy[wait:, 0]
-    done = (entropy - before) / step_nats
-    outside = np.flatnonzero(np.abs(done - 1.0) > _SETTLED)
-    settled = (
-        float(outside[-1] + 1) if outside.size and outside[-1] + 1 < steps else 0.0 if not outside.size else math.nan
-    )
-    _, varentropy = view.at(np.array([math.exp(float(u[-1]))]))
-    rate = linear_exponent(law.gain * float(varentropy[0]), lag)
-    expected = math.log(_SETTLED) / rate if rate < 0 else math.nan
-    return StepResponse(
-        max(0.0, float(done.max()) - 1.0), settled, expected, float(varentropy[0]), u, entropy, (before, after)
-    )
-
-
 def varentropy_of(sharp: Sharpest) -> float:
-    """Return the varentropy of the sharpest logits, computed from them: it must equal ``sharp.v_max``."""
+    """Return the varentropy of the logits ``sharp`` names, nats squared: it must equal ``sharp.v_max``."""
     return float(LevelView([sharp.logit, 0.0], [1, sharp.vocab_size - 1]).at(np.ones(1))[1][0])

@@ -1,9 +1,9 @@
 """One study: every empirical finding about a configuration's stability beside what a certificate or theory says of it.
 
-A finding *contradicts* a certificate when the certificate covers exactly what was run and says otherwise: a proved gain
-that does not settle on frozen logits, a proved gain (lag 0) under which temperatures on the same recorded logits move
-apart, a refuted gain that settles on the sharpest logits. Where no theorem applies (the queue, a lagged loop on changing
-logits, the speed of a response) theory is quoted and nothing can be contradicted. Source: ours.
+A finding *contradicts* a certificate when the certificate covers exactly what was run and says otherwise: a proved
+gain that does not settle on frozen logits, a proved gain (lag 0) under which temperatures on the same recorded logits
+move apart, a refuted gain that settles on the sharpest logits. Where no theorem applies (the queue, a lagged loop on
+changing logits, the speed of a response) theory is quoted and nothing can be contradicted. Source: ours.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from sim.stability import (
     gain_sweep,
     long_run,
     on_recordings,
-    step_response,
     typical_token,
 )
+from sim.step_response import step_response
 
 __all__ = ["Claims", "Study", "study"]
 
@@ -60,7 +60,7 @@ class Claims:
 
 @dataclass(frozen=True)
 class Study:
-    """Rows (``property``, ``found``, ``expected``, ``agrees``: True, False or None), tables, and the number of False."""
+    """Rows (``property``, ``found``, ``expected``, ``agrees``: True, False or None) and tables by name."""
 
     rows: list[dict[str, Any]]
     tables: dict[str, dict[str, np.ndarray]]
@@ -168,7 +168,7 @@ def _step(config: RunConfig, bank: Bank, add: Any, tables: dict[str, dict[str, n
     }
     settled = f"{found.settling_tokens:.0f} tokens" if math.isfinite(found.settling_tokens) else "does not settle"
     add(
-        f"step of the target, {found.target_nats[0]:.2f} to {found.target_nats[1]:.2f} nats (V = {found.varentropy:.2f})",
+        "step of the target, {:.2f} to {:.2f} nats (V = {:.2f})".format(*found.target_nats, found.varentropy),
         f"overshoot {100 * found.overshoot:.1f}%, settling (2%) {settled}",
         f"linear loop: {found.expected_tokens:.0f} tokens",
     )
@@ -180,7 +180,8 @@ def _queue(config: RunConfig, bank: Bank, verdict: Verdict, add: Any) -> None:
         return
     result = simulate(config, verdict=verdict, uncertified=verdict.status != "proved", bank=bank)
     try:
-        drift = queue_drift(result.requests["arrival_s"], result.requests["left_s"])
+        blocks = min(32, max(8, result.requests["arrival_s"].shape[0] // 4))
+        drift = queue_drift(result.requests["arrival_s"], result.requests["left_s"], blocks=blocks)
     except BadInputError as error:
         add("queue", f"not tested: {error}", "")
         return
