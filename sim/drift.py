@@ -1,6 +1,7 @@
 r"""Is a queue stable at this load? An empirical Foster-Lyapunov test on the number of requests in the system.
 
-The time up to the last arrival is cut into B equal blocks; D_b is the change of the number in system over block b.
+The time up to the last arrival, warm-up left out, is cut into B equal blocks; D_b is the change of the number in
+system over block b.
 
 - **unstable**: the mean of D_b is above 0. For a queue that grows, the D_b are changes of a random walk with drift,
   nearly independent, so the t interval holds; for a stable queue they are negatively correlated (what came in goes
@@ -68,7 +69,9 @@ def in_system(arrival_s: npt.ArrayLike, left_s: npt.ArrayLike, at_s: npt.ArrayLi
     return (np.searchsorted(came, at, "right") - np.searchsorted(gone, at, "right")).astype(np.float64)
 
 
-def queue_drift(arrival_s: npt.ArrayLike, left_s: npt.ArrayLike, *, blocks: int = 32, level: float = 0.99) -> Drift:
+def queue_drift(
+    arrival_s: npt.ArrayLike, left_s: npt.ArrayLike, *, blocks: int = 0, level: float = 0.99, warm_up: float = 0.2
+) -> Drift:
     """Test whether the number in system drifts.
 
     Parameters
@@ -76,9 +79,11 @@ def queue_drift(arrival_s: npt.ArrayLike, left_s: npt.ArrayLike, *, blocks: int 
     arrival_s, left_s : array_like, shape (N,)
         When each request came and left, seconds; NaN has not left.
     blocks : int
-        B >= 8.
+        B >= 8; 0 is one per 8 arrivals, between 8 and 256.
     level : float
         Confidence of both intervals.
+    warm_up : float
+        Share of the time left out at the start, where an empty system fills.
 
     Raises
     ------
@@ -86,6 +91,7 @@ def queue_drift(arrival_s: npt.ArrayLike, left_s: npt.ArrayLike, *, blocks: int 
         With fewer than 4 arrivals per block, or when all arrive at once.
     """
     came = np.asarray(arrival_s, np.float64)
+    blocks = blocks or min(256, max(8, came.shape[0] // 8))
     if blocks < 8 or came.shape[0] < 4 * blocks:
         raise BadInputError(
             "too few arrivals to tell a drift",
@@ -96,13 +102,14 @@ def queue_drift(arrival_s: npt.ArrayLike, left_s: npt.ArrayLike, *, blocks: int 
     begin, end = float(came.min()), float(came.max())
     if not end > begin:
         raise BadInputError("everybody arrives at once", field="arrival_s", value=begin, allowed="arrivals over time")
+    begin += warm_up * (end - begin)
     number = in_system(came, left_s, np.linspace(begin, end, blocks + 1))
     change, width = np.diff(number), (end - begin) / blocks
     rate, low, high = (x / width for x in _interval(change, level))
     above = number[:-1] > np.median(number[:-1])
-    busy = tuple(x / width for x in _interval(change[above], level))
-    verdict = "unstable" if low > 0 else "stable" if busy[2] < 0 or number.max() <= 1 else "undecided"
-    return Drift(verdict, rate, low, high, *busy, blocks)
+    busy, busy_low, busy_high = (x / width for x in _interval(change[above], level))
+    verdict = "unstable" if low > 0 else "stable" if busy_high < 0 or number.max() <= 1 else "undecided"
+    return Drift(verdict, rate, low, high, busy, busy_low, busy_high, blocks)
 
 
 def _interval(x: FloatArray, level: float) -> tuple[float, float, float]:

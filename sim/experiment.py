@@ -6,7 +6,7 @@ The input is u = ln T (about the operating point) or theta. One request is one r
 - *closed loop*: the config's ``feedback`` law runs, and the excitation is added to its output u or to its target H*.
 
 The experiment brings its own workload: a burst of requests of equal length that run to their limit. It runs in the
-simulator here; a caller may run the same laws on the engine. What the records say is :mod:`sim.identify`'s. Source: ours.
+simulator here; a caller may run the same laws on the engine. :mod:`sim.identify` reads the records. Source: ours.
 """
 
 from __future__ import annotations

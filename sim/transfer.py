@@ -95,9 +95,8 @@ class Transfer:
     def in_z(self) -> tuple[list[float], list[float]]:
         """Return numerator and denominator in falling powers of z, equally long."""
         n = max(self.numerator.shape[0], self.denominator.shape[0])
-        return tuple(  # type: ignore[return-value]
-            np.concatenate((c, np.zeros(n - c.shape[0]))).tolist() for c in (self.numerator, self.denominator)
-        )
+        b, a = (np.concatenate((c, np.zeros(n - c.shape[0]))).tolist() for c in (self.numerator, self.denominator))
+        return b, a
 
     def document(self) -> dict[str, Any]:
         """Return a JSON-able description: numerator and denominator in z, state space, poles, standard errors."""
