@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy.special import fdtrc
 
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FloatArray
@@ -112,7 +112,7 @@ def find_cycle(
             continue
         spread = float(np.sum(np.abs(c - mean) ** 2)) / (blocks - 1)
         ratio = blocks * abs(mean) ** 2 / spread if spread > 0 else math.inf
-        p = min(1.0, len(tried) * float(stats.f.sf(ratio, freedom, freedom * (blocks - 1))))
+        p = min(1.0, len(tried) * float(fdtrc(freedom, freedom * (blocks - 1), ratio)))
         if p < significance:
             found.append((abs(mean), q, p))
     if not found:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
+from scipy.special import stdtrit
 
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FloatArray
@@ -116,5 +116,5 @@ def _interval(x: FloatArray, level: float) -> tuple[float, float, float]:
     """Return (mean, low, high) by Student's t; infinitely wide below 3 values."""
     if x.shape[0] < 3:
         return (float(x.mean()) if x.shape[0] else 0.0), -np.inf, np.inf
-    half = float(stats.t.ppf(0.5 + level / 2, x.shape[0] - 1) * x.std(ddof=1) / np.sqrt(x.shape[0]))
+    half = float(stdtrit(x.shape[0] - 1, 0.5 + level / 2) * x.std(ddof=1) / np.sqrt(x.shape[0]))
     return float(x.mean()), float(x.mean()) - half, float(x.mean()) + half

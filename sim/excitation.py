@@ -19,7 +19,6 @@ import math
 
 import numpy as np
 from array_api_compat import array_namespace, device, to_device
-from scipy import signal as signals
 
 from entropic_ctl.arrays import clip
 from entropic_ctl.errors import BadInputError
@@ -61,10 +60,12 @@ def make_signal(kind: str, period: int, amplitude: float, rng: np.random.Generat
     if not (math.isfinite(amplitude) and amplitude > 0):
         raise BadInputError("not an amplitude", field="amplitude", value=amplitude, allowed="> 0")
     if kind == "prbs":
+        from scipy.signal import max_len_seq
+
         bits = min(max(4, math.ceil(math.log2(period + 1))), 13)
         state = rng.integers(0, 2, bits)
         state[0] = 1  # the register must not be all zeros
-        wave = 2.0 * signals.max_len_seq(bits, state=state)[0] - 1.0
+        wave = 2.0 * max_len_seq(bits, state=state)[0] - 1.0
     elif kind == "chirp":
         t = np.arange(period)
         wave = np.sin(np.pi * 0.5 * t * t / period)  # phase pi t^2 / (2 P): instantaneous frequency t / (2 P)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy.special import ndtri
 
 from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import BadInputError
@@ -41,7 +41,7 @@ class Findings:
 
 
 def _interval(value: float, error: float, level: float) -> dict[str, float]:
-    half = float(stats.norm.ppf(0.5 + level / 2)) * error
+    half = float(ndtri(0.5 + level / 2)) * error
     return {"value": value, "low": value - half, "high": value + half}
 
 

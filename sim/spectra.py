@@ -24,8 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy import signal as signals
-from scipy import stats
+from scipy.special import fdtri
 
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FloatArray
@@ -120,7 +119,7 @@ def frequency_response(
         raise BadInputError("not a segment", field="segment", value=segment, allowed="even, >= 8 tokens")
     if not 0.0 < level < 1.0:
         raise BadInputError("not a confidence level", field="level", value=level, allowed="(0, 1)")
-    window, hop = signals.get_window("hann", segment), segment // 2
+    window, hop = 0.5 - 0.5 * np.cos(2.0 * np.pi * np.arange(segment) / segment), segment // 2
     sums = np.zeros((6, segment // 2 + 1), np.complex128)
     independent = 0.0
     for record, (r, u, y) in enumerate(zip(excitation, inputs, outputs, strict=True)):
@@ -152,7 +151,7 @@ def frequency_response(
         )
     response = ry / ru
     error = yy.real + np.abs(response) ** 2 * uu.real - 2.0 * (response.conj() * uy).real  # S_ee of e = y - G u
-    quantile = float(stats.f.ppf(level, 2.0, 2.0 * (independent - 1.0)))
+    quantile = float(fdtri(2.0, 2.0 * (independent - 1.0), level))
     radius = np.sqrt(quantile * rr.real * np.maximum(error, 0.0) / (independent - 1.0)) / np.abs(ru)
     coherence = np.abs(ry) ** 2 / np.maximum(rr.real * yy.real, 1e-300)
     return FrequencyResponse(

@@ -9,7 +9,7 @@ changing logits, the speed of a response) theory is quoted and nothing can be co
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from sim.drift import queue_drift
 from sim.frozen import recorded
 from sim.replica import simulate
 from sim.stability import (
+    FACTORS,
     Report,
     Sharpest,
     find_onset,
@@ -85,6 +86,7 @@ def study(
     claims: Claims,
     *,
     queue: bool = True,
+    factors: Sequence[float] = FACTORS,
     steps: int = 1200,
     run_steps: int = 8192,
     progress: Report | None = None,
@@ -99,6 +101,8 @@ def study(
     claims : Claims
     queue : bool
         Also simulate the workload and test its queue.
+    factors : sequence of float
+        Gains of the sweep in units of the linear limit.
     steps, run_steps : int
         Tokens per gain of the sweep and of the onset; tokens per long run.
     progress : callable, optional
@@ -136,7 +140,7 @@ def study(
         add(f"0.999 of the limit, lag {d}", _said(below), f"gain-lag-{d}: settles", below.kind == "settles")
         add(f"1.001 of the limit, lag {d}", _said(above), "linear theory: the equilibrium repels")
     say("configured gain", 0.7)
-    own = long_run(law, sharp, law.gain, lag=lag)
+    own = long_run(law, sharp, law.gain, lag=lag, steps=run_steps)
     agrees = {"proved": own.kind == "settles", "refuted": own.kind != "settles" or law.gain == 0}.get(status)
     add(f"configured gain {law.gain:g}, sharpest logits", _said(own), f"{status} ({claims.verdict.theorem})", agrees)
     if law.gain != 0:

@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from scipy import optimize
-from scipy import signal as signals
 
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FloatArray
@@ -101,7 +100,9 @@ class Transfer:
     def document(self) -> dict[str, Any]:
         """Return a JSON-able description: numerator and denominator in z, state space, poles, standard errors."""
         num, den = self.in_z()
-        a, b, c, d = signals.tf2ss(num, den)
+        from scipy.signal import tf2ss
+
+        a, b, c, d = tf2ss(num, den)
         return {
             "numerator": num,
             "denominator": den,
@@ -172,8 +173,13 @@ def padded(records: Sequence[FloatArray]) -> tuple[FloatArray, npt.NDArray[np.bo
 
 def simulate(model: Transfer, inputs: FloatArray) -> FloatArray:
     """Return the output of ``model`` to padded ``inputs``, (R, N), from rest."""
-    out: FloatArray = signals.lfilter(model.numerator, model.denominator, inputs, axis=1)
-    return out
+    return _filter(model.numerator, model.denominator, inputs)
+
+
+def _filter(b: FloatArray, a: FloatArray, u: FloatArray) -> FloatArray:
+    from scipy.signal import lfilter
+
+    return np.asarray(lfilter(b, a, u, axis=1), np.float64)
 
 
 def _residual(theta: FloatArray, taps: int, u: FloatArray, y: FloatArray, real: npt.NDArray[np.bool_]) -> FloatArray:
@@ -181,7 +187,7 @@ def _residual(theta: FloatArray, taps: int, u: FloatArray, y: FloatArray, real: 
     a = np.concatenate(([1.0], theta[taps:]))
     if theta.shape[0] > taps and np.abs(np.roots(a)).max() >= 0.9999:
         return np.asarray(1e3 * y[real])  # unstable: far worse than no model
-    e = np.where(real, y - signals.lfilter(theta[:taps], a, u, axis=1), 0.0)
+    e = np.where(real, y - _filter(theta[:taps], a, u), 0.0)
     e -= e.sum(1, keepdims=True) / real.sum(1, keepdims=True)
     return np.asarray(e[real])
 

@@ -36,7 +36,7 @@ from sim.step_response import step_response
 
 BEST = maximum(32_000)
 SHARP = Sharpest(32_000, BEST.logit, BEST.entropy_nats, float(BEST.lower))
-SHORT = {"steps": 400, "run_steps": 8192}
+SHORT = {"factors": (0.5, 0.9, 1.1), "steps": 400, "run_steps": 4096}
 LAW = feedback.Config(target_nats=1.5, gain=0.02)
 
 
