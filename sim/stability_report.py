@@ -116,8 +116,9 @@ def study(
         rows.append({"property": name, "found": found, "expected": expected, "agrees": agrees})
 
     status = claims.verdict.status
+    lags = tuple(claims.certified)
     sweep = gain_sweep(
-        law, sharp, lags=tuple(claims.certified), steps=steps, progress=lambda what, share: say(what, 0.5 * share)
+        law, sharp, lags=lags, factors=factors, steps=steps, progress=lambda what, share: say(what, 0.5 * share)
     )
     for d, ceiling in claims.certified.items():
         inside = (sweep["lag"] == d) & (sweep["gain"] <= ceiling)
