@@ -44,7 +44,7 @@ class Engine:
         ``engine`` and ``loop`` are used; the model is given.
     model : LoadedModel
         From :func:`backends.models.load`. Its attention implementation is switched to the paged one.
-    verdict, uncertified, recorder
+    verdict, uncertified, recorder, laws
         Passed to :class:`entropic_ctl.loop.Loop`.
     metrics : entropic_ctl.metrics.Metrics, optional
         Collector fed with every submission, refusal and step.
@@ -69,6 +69,7 @@ class Engine:
         verdict: Verdict | None = None,
         uncertified: bool = False,
         recorder: Any = None,
+        laws: tuple[Any, Any, Any] | None = None,
         metrics: Any = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
@@ -88,7 +89,13 @@ class Engine:
         )
         self.config, self.model, self.metrics, self.limits = config, model, metrics, limits
         self.loop = Loop(
-            config.loop, limits, model.vocab_size, verdict=verdict, uncertified=uncertified, recorder=recorder
+            config.loop,
+            limits,
+            model.vocab_size,
+            verdict=verdict,
+            uncertified=uncertified,
+            recorder=recorder,
+            laws=laws,
         )
         network, shape = model.model, model.shape
         self.device, self.dtype = network.device, network.dtype

@@ -66,6 +66,8 @@ class Policy:
         self.temperature, self.pruning, self.scheduling = temperature, pruning, scheduling
         self.observation_lag = observation_lag
         self.always_greedy = temperature.config.temperature == 0.0
+        self._start_u = getattr(temperature, "starts", lambda _: temperature.start())
+        self._start_theta = getattr(pruning, "starts", lambda _: pruning.start())
         self.u = np.zeros(slots)
         self.theta = np.zeros(slots)
         self.timer = np.zeros(slots, np.int64)
@@ -85,8 +87,9 @@ class Policy:
                 value=slots[self.active[slots]].tolist(),
             )
         self._reset(slots)
-        self.u[slots] = self.temperature.start()
-        self.theta[slots], self.timer[slots] = self.pruning.start()
+        count = slots.shape[0]
+        self.u[slots] = self._start_u(count)  # a law with ``starts`` gives every request a start of its own
+        self.theta[slots], self.timer[slots] = self._start_theta(count)
         self.active[slots] = True
 
     def stop(self, slots: IntArray) -> None:

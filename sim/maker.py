@@ -46,6 +46,8 @@ class Maker:
     verdict, uncertified
         As in :func:`sim.replica.simulate`.
     keep_tokens : bool
+    laws : tuple, optional
+        Passed to :class:`entropic_ctl.loop.Loop`.
 
     Attributes
     ----------
@@ -72,7 +74,9 @@ class Maker:
         verdict: Verdict | None = None,
         uncertified: bool = False,
         keep_tokens: bool = False,
+        laws: tuple[Any, Any, Any] | None = None,
     ) -> None:
+        self._laws = laws
         self.config, self.bank, self.workload, self._keep_tokens = config, bank, workload, keep_tokens
         self._verdict, self._uncertified = verdict, uncertified
         page, pruning = config.engine.page_tokens, config.loop.pruning.config
@@ -117,6 +121,7 @@ class Maker:
             verdict=self._verdict,
             uncertified=self._uncertified,
             speculation=config.speculation,
+            laws=self._laws,
         )
         metrics = Metrics(
             config.engine.page_tokens,

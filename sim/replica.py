@@ -27,7 +27,7 @@ from entropic_ctl.bank import Bank
 from entropic_ctl.certificates import Verdict
 from entropic_ctl.collectors import Collector, Tee
 from entropic_ctl.config import RunConfig
-from entropic_ctl.errors import NoProgressError
+from entropic_ctl.errors import BadInputError, NoProgressError
 from entropic_ctl.loop import Loop
 from entropic_ctl.perfetto import PerfettoFile
 from entropic_ctl.signals import Finish, Request, StepPlan, StepResult
@@ -231,6 +231,7 @@ def simulate(
     cost: CostModel | None = None,
     workload: Workload | None = None,
     trace: PerfettoFile | None = None,
+    laws: tuple[Any, Any, Any] | None = None,
 ) -> SimulationResult:
     """Run one simulation to its end; of several replicas if the configuration says so (:mod:`sim.cluster`).
 
@@ -249,6 +250,8 @@ def simulate(
         In place of those named by the configuration.
     trace : PerfettoFile, optional
         An open trace file that every replica writes into.
+    laws : tuple, optional
+        Passed to :class:`entropic_ctl.loop.Loop`.
 
     Returns
     -------
@@ -279,6 +282,9 @@ def simulate(
     if config.cluster.replicas > 1:
         from sim.cluster import simulate_cluster
 
+        if laws is not None:
+            raise BadInputError("law objects serve one replica", where="simulate", field="laws", allowed="None")
+
         return simulate_cluster(
             config,
             verdict=verdict,
@@ -292,7 +298,9 @@ def simulate(
         )
     env = simpy.Environment()
     collector = trace.replica(0) if trace is not None else None
-    maker = Maker(config, bank, workload, cost, verdict=verdict, uncertified=uncertified, keep_tokens=keep_tokens)
+    maker = Maker(
+        config, bank, workload, cost, verdict=verdict, uncertified=uncertified, keep_tokens=keep_tokens, laws=laws
+    )
     parts = maker.parts()
     metrics = parts.metrics
     replica = Replica(
