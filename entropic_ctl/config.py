@@ -113,6 +113,7 @@ class CostConfig:
 
     preset: str = fields.text("cpu2-smollm2-135m", "device and model shape; see sim/cost.py")
     bank: str = fields.text("", "recorded entropy bank; empty is the bank shipped with sim")
+    calibrated: str = fields.text("", "file of `entropic calibrate`: its times replace the preset's; empty: none")
 
 
 @dataclass(frozen=True)

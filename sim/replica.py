@@ -29,6 +29,7 @@ from entropic_ctl.errors import NoProgressError
 from entropic_ctl.loop import Loop
 from entropic_ctl.metrics import Metrics
 from entropic_ctl.signals import Finish, StepPlan, StepResult
+from sim import calibrated
 from sim import cost as costs
 from sim.arrivals import Workload, make_workload
 from sim.clock import Clock
@@ -222,6 +223,8 @@ def simulate(
     trajectories.response.require_rule(config.loop.pruning, page)
     if cost is None:
         cost = costs.preset(config.cost.preset, page, pruning.dense_layers)
+        if config.cost.calibrated:
+            cost = calibrated.load(config, cost)
     loop = Loop(config.loop, config.engine, int(bank.meta["vocab_size"]), verdict=verdict, uncertified=uncertified)
     metrics = Metrics(page, keep_tokens=keep_tokens, target_nats=getattr(law, "target_nats", None))
     env = simpy.Environment()
