@@ -19,7 +19,7 @@ except ModuleNotFoundError:
     raise SystemExit("entropic: the command line needs typer and rich: pip install 'entropic-ctl[cli]'") from None
 from typer.core import TyperGroup
 
-from entropic_ctl import __version__
+from entropic_ctl import __version__, cli_validate
 from entropic_ctl.cli_console import console, drop_stdout, tolerate_any_encoding
 from entropic_ctl.cli_options import (
     Certificate,
@@ -364,6 +364,7 @@ def bench_certificate(
 
 
 # Further commands, one module per group; each has ``register(app)``.
+cli_validate.register(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

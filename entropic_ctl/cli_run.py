@@ -36,6 +36,7 @@ __all__ = [
     "replay",
     "repro",
     "say",
+    "show",
     "simulate",
     "with_overrides",
     "write_json",
@@ -137,7 +138,7 @@ def recorder(path: Path | None) -> Any:
     return need("entropic_ctl.recording", "").Recorder(path) if path is not None else None
 
 
-def _show(title: str, values: Mapping[str, Any]) -> None:
+def show(title: str, values: Mapping[str, Any]) -> None:
     """Print a table of numbers on standard output."""
     table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", overflow="fold")
@@ -250,7 +251,7 @@ def simulate(
                     results.write_table(work / f"{name}.{suffix}", table, stamp)
             results.write_json(work / "summary.json", {"summary": result.summary, "stamp": stamp})
     write_json(json_file, {"summary": result.summary}, config)
-    _show("simulation", result.summary)
+    show("simulation", result.summary)
 
 
 def record(out: Path, *, model: str | None, seed: int, quick: bool, json_file: Path | None) -> None:
@@ -273,7 +274,7 @@ def record(out: Path, *, model: str | None, seed: int, quick: bool, json_file: P
     need("entropic_ctl.bank", "").save(bank, out)
     numbers = {"tokens": int(bank.model_entropy.shape[0]), "trajectories": int(bank.temperature.shape[0])}
     write_json(json_file, numbers, config)
-    _show(str(out), numbers)
+    show(str(out), numbers)
 
 
 def _tell(verdict: Verdict, json_file: Path | None, config: RunConfig) -> int:
@@ -332,7 +333,7 @@ def replay(log: Path, *, tolerance: float, json_file: Path | None) -> int:
     report = need("entropic_ctl.replay", "").replay(log, tolerance=tolerance)
     values = dataclasses.asdict(report)
     write_json(json_file, values, {"command": "replay", "log": log.name, "tolerance": tolerance})
-    _show("replay", values)
+    show("replay", values)
     if report.truncated_line is not None:
         say(f"the log breaks off in line {report.truncated_line}: the run was cut short; all before it was compared")
     say("every decision equal, bit for bit" if report.equal else "the replay differs from the log")
@@ -345,7 +346,7 @@ def bench_sim(trace: Path | None, *, loop: bool, json_file: Path | None) -> None
     benchmark = need("sim.bench", "sim")
     values = benchmark.bench(trace, loop=loop)
     write_json(json_file, values, benchmark.bench_config(trace, loop=loop))
-    _show("simulator", values)
+    show("simulator", values)
 
 
 def bench_engine(model: str | None, *, json_file: Path | None) -> None:
@@ -355,7 +356,7 @@ def bench_engine(model: str | None, *, json_file: Path | None) -> None:
     loaded = load_model(config)
     values = need("backends.bench", "engine").bench_engine(loaded, progress=say)
     write_json(json_file, values, {"command": "bench engine", "model": dataclasses.asdict(config.model)})
-    _show("engine", values)
+    show("engine", values)
 
 
 def bench_certificate(context: int, theta: float, model: str | None, *, json_file: Path | None) -> int:
@@ -370,5 +371,5 @@ def bench_certificate(context: int, theta: float, model: str | None, *, json_fil
     values = dataclasses.asdict(audit.audit_certificate(loaded.model, tokens, theta))
     settings = {"command": "bench certificate", "context": context, "theta_nats": theta}
     write_json(json_file, values, {**settings, "model": dataclasses.asdict(config.model)})
-    _show("certificate", values)
+    show("certificate", values)
     return 1 if values["violations"] or values["over_budget"] else 0
