@@ -81,7 +81,7 @@ def _errors(axis: Any, table: Mapping[str, np.ndarray]) -> None:
                 half[i] = 100 * float(np.nan_to_num(table["engine_half"][mine][0])) / mean
         look = {"color": style.COLOURS[colour], "marker": style.MARKERS[number]}
         axis.errorbar(error, at + 0.22 * (1 - number), xerr=half, ls="", ms=4.5, elinewidth=0.8, **look)
-    reach = float(np.nanmax(np.abs(100 * (table["simulated"] / table["engine"] - 1)))) if len(keys) else 10.0
+    reach = float(np.nanmax(np.abs(100 * (table["simulated"] / table["engine"] - 1)))) if keys else 10.0
     axis.set_xlim(-max(12.0, 1.3 * reach), max(12.0, 1.3 * reach))
     axis.axvspan(-5, 5, color=style.GREY, alpha=0.18, lw=0, zorder=0)
     axis.axvline(0, color=style.GREY, lw=1.0, zorder=0)

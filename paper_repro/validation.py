@@ -240,7 +240,8 @@ class Validation:
         capacity = self._capacity()
         engine: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
         simulated: dict[tuple[str, float], list[dict[str, Any]]] = {}
-        columns: dict[str, list[Any]] = {n: [] for n in ("world", "setting", "utilisation", "ttft_s", "tpot_s", "e2e_s")}
+        names = ("world", "setting", "utilisation", "ttft_s", "tpot_s", "e2e_s")
+        columns: dict[str, list[Any]] = {name: [] for name in names}
         beyond = 0
         for n, cell in enumerate(cells()):
             name, utilisation = cell
@@ -297,11 +298,11 @@ class Validation:
     def _notes(self, used: Sequence[int], beyond: int) -> list[str]:
         entries, bad = self.journal.entries, disturbed(self.journal.entries)
         references = np.array([e["reference_s"] for e in entries])
+        low, middle, high = (1e3 * float(np.quantile(references, q)) for q in (0.1, 0.5, 0.9))
+        noisy = f"{sum(bad)} of {len(entries)} runs were disturbed (others used the CPU, or the reference was slow)"
         out = [
-            f"{sum(bad)} of {len(entries)} runs were disturbed (others used the CPU, or the reference decode was slow); "
-            f"{sum(bad[i] for i in used)} of them had to be used all the same.",
-            f"Reference decode before each run: median {1e3 * float(np.median(references)):.1f} ms, "
-            f"10-90% {1e3 * float(np.quantile(references, 0.1)):.1f}-{1e3 * float(np.quantile(references, 0.9)):.1f} ms.",
+            f"{noisy}; {sum(bad[i] for i in used)} of them had to be used all the same.",
+            f"Reference decode before each run: median {middle:.1f} ms, 10-90% {low:.1f}-{high:.1f} ms.",
         ]
         if beyond:
             out.append(f"{beyond} simulated iterations lay outside the calibrated ranges.")

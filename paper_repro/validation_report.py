@@ -52,7 +52,7 @@ def _error_rows(errors: Mapping[str, np.ndarray], pick: np.ndarray, *, name: boo
                 _percent(float(errors["noise"][i])),
                 number(errors["simulated"][i]),
                 _percent(float(errors["error"][i]), sign=True),
-                f"≤ {_percent(limit)}" if math.isfinite(limit) else "–",
+                f"{100 * limit:.0f}%" if math.isfinite(limit) else "–",
                 ("yes" if errors["ok"][i] else "NO") if math.isfinite(limit) else "",
             ]
         )
@@ -62,7 +62,7 @@ def _error_rows(errors: Mapping[str, np.ndarray], pick: np.ndarray, *, name: boo
 def tables(findings: Findings) -> list[Table]:
     """Return (title, header, rows): errors of the base setting, of every setting, and the rankings."""
     errors = findings.errors
-    header = ("metric", "engine, 95%", "repeat noise", "simulator", "error", "target", "ok")
+    header = ("metric", "engine, 95%", "noise", "simulator", "error", "target", "ok")
     base = errors["setting"] == SETTINGS[0].name
     goal = np.isfinite(errors["target"])
     share = []
@@ -84,15 +84,15 @@ def tables(findings: Findings) -> list[Table]:
         for r in findings.rankings
     ]
     return [
-        ("base setting", ("utilisation", *header), _error_rows(errors, base, name=False)),
+        ("base setting, by utilisation", ("at", *header), _error_rows(errors, base, name=False)),
         (
             "the other settings at the middle utilisation",
             ("metric", "within target", "mean |error|", "largest", "of", "median noise"),
             share,
         ),
         (
-            "ranking of the settings",
-            ("metric", "pairs", "engine intervals separate", "ranked alike", "share"),
+            "ranking: pairs of settings whose engine intervals separate",
+            ("metric", "pairs", "separated", "ranked alike", "share"),
             ranking,
         ),
     ]
@@ -155,8 +155,7 @@ def write(findings: Findings, folder: Path, stamp: Mapping[str, Any]) -> None:
     for ranking in findings.rankings:
         marks = {1: "=", -1: "≠", 0: "·"}
         rows = [
-            [name, *(marks[int(x)] for x in line)]
-            for name, line in zip(ranking.settings, ranking.matrix, strict=True)
+            [name, *(marks[int(x)] for x in line)] for name, line in zip(ranking.settings, ranking.matrix, strict=True)
         ]
         report.table(
             ("", *ranking.settings), rows, f"{_NAMES[ranking.metric]}: = alike, ≠ the other way round, · not separated"

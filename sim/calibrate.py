@@ -8,10 +8,10 @@ rows; dense decode rows and their context; prefill rows, their cached context an
 step that prunes, pruned rows, their context, the context they keep, and the pages sealed (tokens over page size, while
 the law is on); and, per temperature law other than ``fixed``, the sampling rows it ran on.
 
-Fitted by non-negative least squares (Lawson and Hanson, 1974) on relative errors, iterated with Tukey's bisquare weights
-from a Huber start (Holland and Welsch, 1977): a step during which somebody else used the machine is an outlier, not the
-machine's speed. Standard errors are the sandwich estimate (White, 1980) on the coefficients above 0; one that the bound
-holds at 0 has none. The choice of terms is ours.
+Fitted by non-negative least squares (Lawson and Hanson, 1974) on relative errors, iterated with Tukey's bisquare
+weights from a Huber start (Holland and Welsch, 1977): a step during which somebody else used the machine is an outlier,
+not the machine's speed. Standard errors are the sandwich estimate (White, 1980) on the coefficients above 0; one that
+the bound holds at 0 has none. The choice of terms is ours.
 
 What is left over is kept as a table of quantiles of (measured / fitted) per regime, so that a simulator can draw from
 it: a tail latency is made of such steps.
@@ -19,6 +19,7 @@ it: a tail latency is made of such steps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from sim.calibrated import REFERENCE_LAW, REGIMES, TERMS, Calibration, Residuals
 from sim.engine_log import EngineLog, read_logs
 from sim.load import StepLoad
 
-__all__ = ["calibrate", "fit"]
+__all__ = ["calibrate", "fit", "summary"]
 
 _KNOTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 _PER_KNOT = 6  # iterations wanted between two knots
@@ -173,7 +174,7 @@ def calibrate(paths: Sequence[str | Path]) -> Calibration:
 
 
 def summary(calibration: Calibration) -> dict[str, Any]:
-    """Return what a person wants to see of a calibration: milliseconds with standard errors, and how good the fit is."""
+    """Return a calibration for people: milliseconds with standard errors, and how good the fit is."""
     out: dict[str, Any] = {
         "iterations": calibration.iterations,
         "outliers": calibration.outliers,
@@ -194,4 +195,4 @@ def summary(calibration: Calibration) -> dict[str, Any]:
 
 
 def _with_error(seconds: float, error: float) -> str:
-    return f"{1e3 * seconds:.4g}" + (f" ± {1e3 * error:.2g}" if error == error else " (at the bound)")
+    return f"{1e3 * seconds:.4g}" + (f" ± {1e3 * error:.2g}" if math.isfinite(error) else " (at the bound)")

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from bisect import bisect_right
@@ -13,8 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import BadInputError
@@ -30,6 +29,7 @@ __all__ = [
     "CalibratedCost",
     "Calibration",
     "Residuals",
+    "load",
     "read",
     "regime",
     "terms",
@@ -58,7 +58,7 @@ TERMS = (
 )
 """Linear terms, in the order of :func:`terms`; each coefficient is in seconds per unit."""
 _REACH = 1.25
-"""A sum may exceed the largest one seen by this factor: the terms are linear. Tokens may not: their table is measured."""
+"""A sum may exceed the largest seen by this factor (the terms are linear); tokens may not (their table is measured)."""
 _BOUNDED = ("rows", "decode_context", "pruned_context", "prefill_context", "prefill_pairs")
 _NOISE_BLOCK = 4096
 
@@ -211,7 +211,7 @@ def read(path: str | Path) -> Calibration:
             raise _bad(where, item.name, None, "present")
     knots = _numbers(where, "knots", v["knots"])
     table = _numbers(where, "table_s", v["table_s"])
-    if len(table) != len(knots) or any(b <= a for a, b in zip(knots, knots[1:], strict=False)):
+    if len(table) != len(knots) or any(b <= a for a, b in itertools.pairwise(knots)):
         raise _bad(where, "knots, table_s", (len(knots), len(table)), "increasing knots, one value at each")
     if not isinstance(v["residuals"], dict) or set(v["residuals"]) != set(REGIMES):
         raise _bad(where, "residuals", v["residuals"], f"the keys {', '.join(REGIMES)}")

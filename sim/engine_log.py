@@ -1,8 +1,8 @@
 """An engine log as data for a regression: one row per iteration, what it was asked (its load) and how long it took.
 
-A log is what ``entropic generate --log`` and :class:`entropic_ctl.recording.Recorder` write. An iteration lasts from its
-plan to the next one if that followed at once, so that what the host does between two steps is charged too; before an
-idle wait, and at the end of the log, it lasts until its tokens are there, plus the log's median time between steps.
+A log is what ``entropic generate --log`` and :class:`entropic_ctl.recording.Recorder` write. An iteration lasts from
+its plan to the next one if that followed at once, so that what the host does between two steps is charged too; before
+an idle wait, and at the end of the log, it lasts until its tokens are there, plus the log's median time between steps.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def workload(load: Load, prompts: int, seed: int, *, greedy: bool = False) -> Wo
         load.arrival_s,
         prompt_tokens=load.prompt_tokens,
         limit_tokens=load.output_tokens,
-        prompt=rng.integers(0, prompts, n),
-        xi=rng.random(n),
+        prompt=rng.integers(0, prompts, (n,)),
+        xi=rng.random((n,)),
         greedy=greedy,
     )
 
@@ -169,8 +169,8 @@ def compare(
     Returns
     -------
     dict of str to ndarray
-        Columns setting, utilisation, metric, repeats, engine, engine_half (95%), noise (relative standard deviation over
-        repeats), simulated, error, target (infinity: none), ok.
+        Columns setting, utilisation, metric, repeats, engine, engine_half (95%), noise (relative standard deviation
+        over repeats), simulated, error, target (infinity: none), ok.
     """
     rows: list[tuple[Any, ...]] = []
     for cell, summaries in engine.items():

@@ -67,7 +67,7 @@ class Scale:
 
     requests: int = 24
     repeats: int = 3
-    blocks: int = 32
+    blocks: int = 24
     block_requests: int = 12
     prompt_mean: float = 200.0
     prompt_cv: float = 0.7

@@ -3,8 +3,8 @@
 Each run on the engine is one line of ``journal.jsonl``, appended and flushed to the disk when the run is over: a killed
 validation loses the run it was in. The first line says what the journal belongs to; another configuration is refused.
 
-Order. First a third of the calibration blocks: they set the arrival rates, once. Then the other blocks and all trials in
-one random order (drawn from the seed), so that a machine that drifts meets every setting, and the calibration, alike.
+Order. First a third of the calibration blocks: they set the arrival rates, once. Then the other blocks and all trials
+in one random order (drawn from the seed), so that a drifting machine meets every setting, and the calibration, alike.
 Last, what was disturbed is run again. A run counts as *disturbed* if other processes kept more than ``FOREIGN_CORES``
 cores busy, or the small fixed decode before it took more than ``SLOW`` times the median of all. Disturbed runs stay in
 the journal and in the report; they are left out of the comparison as long as enough undisturbed ones exist.
@@ -35,7 +35,7 @@ _TRIES = 3  # of one run, disturbed ones included
 
 
 class Run(NamedTuple):
-    """One run: a calibration block (``setting`` is "block"), or a setting at a utilisation; ``repeat`` counts from 0."""
+    """One run: a calibration block (``setting`` is "block"), or a setting at a utilisation."""
 
     setting: str
     utilisation: float
@@ -97,27 +97,28 @@ class Journal:
             )
         raw = self.path.read_bytes()
         whole, _, broken = raw.rpartition(b"\n")
+        found = ""
         if broken:  # a process was killed while it wrote
             os.truncate(self.path, len(whole) + 1 if whole else 0)
         for number, line in enumerate(whole.split(b"\n"), start=1):
             try:
                 values = json.loads(line)
-                if number == 1 and values["digest"] != key:
-                    raise BadInputError(
-                        "the journal belongs to another validation",
-                        where=where,
-                        field="digest",
-                        value=values["digest"][:12],
-                        allowed=key[:12],
-                        remedy="name another folder",
-                    )
-                if number > 1:
+                if number == 1:
+                    found = str(values["digest"])
+                else:
                     values["run"] = Run(*values["run"])
                     self.entries.append(values)
-            except BadInputError:
-                raise
             except (ValueError, LookupError, TypeError):
                 raise BadInputError("not a journal line", where=where, line=number) from None
+        if found != key:
+            raise BadInputError(
+                "the journal belongs to another validation",
+                where=where,
+                field="digest",
+                value=found[:12],
+                allowed=key[:12],
+                remedy="name another folder",
+            )
 
     def _append(self, values: Mapping[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as handle:
