@@ -63,7 +63,25 @@ class Setting:
 
 @dataclass(frozen=True)
 class Scale:
-    """How large a validation is; the defaults suit SmolLM2-135M on two cores (about 15 minutes)."""
+    """How large a validation is; the defaults suit SmolLM2-135M on two cores (about 15 minutes).
+
+    Parameters
+    ----------
+    requests, repeats : int
+        Of the validation load; runs of each setting.
+    blocks, block_requests : int
+        Calibration blocks (8 cover every law), requests in each.
+    prompt_mean, prompt_cv, prompt_max : float, float, int
+        Prompts of the validation load, tokens.
+    output_range : (int, int)
+        Tokens generated, both ends included.
+    calibration_prompt_max : int
+        Longest prompt of the calibration load, tokens.
+    block_gap_s : float
+        Mean time between arrivals in a block, after its burst.
+    tries : int
+        Of one run, disturbed ones included.
+    """
 
     requests: int = 24
     repeats: int = 3
@@ -74,6 +92,8 @@ class Scale:
     prompt_max: int = 1500
     output_range: tuple[int, int] = (12, 44)
     calibration_prompt_max: int = 2000
+    block_gap_s: float = 0.5
+    tries: int = 3
 
 
 _THETA = {"law": "budget", "theta_nats": 0.02, "theta_wide_nats": 0.03}
@@ -130,7 +150,7 @@ def blocks(seed: int, scale: Scale) -> list[tuple[Setting, Load]]:
         prompt[prompt > 600] //= 1 + (rng.random(int((prompt > 600).sum())) < 0.5)  # long ones cost most: half as many
         output = rng.integers(6, 41, n)
         burst = int(rng.integers(1, n + 1))  # so many at once, the others one by one
-        gaps = rng.exponential(0.5, n)
+        gaps = rng.exponential(scale.block_gap_s, n)
         gaps[:burst] = 0.0
         out.append((Setting(f"block {i}", loop, engine), Load(np.cumsum(gaps), prompt, output, _offsets(rng, n))))
     return out

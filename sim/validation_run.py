@@ -31,7 +31,6 @@ __all__ = ["FOREIGN_CORES", "SLOW", "Journal", "Run", "cells", "disturbed", "nex
 
 FOREIGN_CORES = 0.15
 SLOW = 1.3
-_TRIES = 3  # of one run, disturbed ones included
 
 
 class Run(NamedTuple):
@@ -157,5 +156,5 @@ def next_run(journal: Journal, seed: int, scale: Scale) -> Run | None:
             return run
     bad = disturbed(journal.entries)
     quiet = {entry["run"] for entry, noisy in zip(journal.entries, bad, strict=True) if not noisy}
-    again = [run for run in (*first, *rest) if run not in quiet and len(journal.of(run)) < _TRIES]
+    again = [run for run in (*first, *rest) if run not in quiet and len(journal.of(run)) < scale.tries]
     return min(again, key=lambda run: len(journal.of(run))) if again else None

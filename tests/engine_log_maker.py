@@ -45,7 +45,7 @@ def write_log(
     between_s: float = 0.0005,
     idle_every: int = 10,
 ) -> None:
-    """Write ``steps`` iterations that last ``rule(load)`` times (1 + noise), of which ``between_s`` after the result."""
+    """Write ``steps`` iterations of ``rule(load)`` (1 + noise) seconds, ``between_s`` of it after the result."""
     rng, run = np.random.default_rng(seed), config(loop)
     page, pruning = run.engine.page_tokens, run.loop.pruning.config
     protected = (pruning.sink_pages + pruning.recent_pages) * page

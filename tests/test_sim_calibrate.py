@@ -120,7 +120,8 @@ def test_the_command_writes_what_the_simulator_reads(logs: list[Path], tmp_path:
     assert calibrated.read(tmp_path / "c.json").iterations == 2300
     assert json.loads((tmp_path / "n.json").read_text())["calibration"]["iterations"] == 2300
     (tmp_path / "run.toml").write_text(
-        f'[workload]\nn_requests = 6\nprompt_tokens = 60\noutput_tokens = 8\n[cost]\ncalibrated = "{tmp_path / "c.json"}"\n'
+        "[workload]\nn_requests = 6\nprompt_tokens = 60\noutput_tokens = 8\n"
+        f'[cost]\ncalibrated = "{tmp_path / "c.json"}"\n'
     )
     status, _, err = entropic("simulate", tmp_path / "run.toml", "--json", tmp_path / "s.json")
     assert (status, err) == (0, "")
