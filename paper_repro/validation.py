@@ -28,7 +28,7 @@ from sim import calibrate, calibrated, validate
 from sim.calibrated import Calibration
 from sim.engine_log import read_logs
 from sim.trajectories import load_bank
-from sim.validation_plan import SETTINGS, Load, Scale, Setting, blocks, configure, validation_load
+from sim.validation_plan import BLOCK_KINDS, SETTINGS, Load, Scale, Setting, blocks, configure, validation_load
 from sim.validation_run import Journal, Run, cells, disturbed, next_run, runs
 
 __all__ = ["BASE", "QUICK", "Findings", "Validation"]
@@ -213,22 +213,25 @@ class Validation:
         return float(json.loads(path.read_text(encoding="utf-8"))["requests_per_s_at_utilisation_1"])
 
     def _fit(self, wanted: Sequence[Run]) -> Calibration:
-        """Fit the undisturbed tries of these blocks (all of a block's, if none is)."""
+        """Fit the undisturbed tries of these blocks (of a kind without any, the least disturbed)."""
         names = [self.journal.entries[i]["log"] for i in self._used() if self.journal.entries[i]["run"] in set(wanted)]
         return calibrate.fit(read_logs([self.folder / name for name in names]), source=names)
 
     def _used(self) -> list[int]:
         """Return which entries count: undisturbed ones, and all of a cell with too few of those."""
         bad = disturbed(self.journal.entries)
-        groups: dict[Any, list[int]] = {}
+        groups: dict[tuple[str, float], list[int]] = {}
         for i, entry in enumerate(self.journal.entries):
             run = entry["run"]
-            groups.setdefault(run if run.setting == "block" else run[:2], []).append(i)
+            block = run.setting == "block"
+            groups.setdefault(("block", run.repeat % len(BLOCK_KINDS)) if block else run[:2], []).append(i)
         out = []
         for key, members in groups.items():
             quiet = [i for i in members if not bad[i]]
-            enough = len(quiet) >= (1 if isinstance(key, Run) else min(_FEWEST, self.scale.repeats))
-            out += quiet if enough else members
+            if key[0] == "block":  # a law must be seen: of a kind without a quiet block, the least disturbed
+                out += quiet or [min(members, key=lambda i: self.journal.entries[i]["foreign_cores"] or 0.0)]
+            else:
+                out += quiet if len(quiet) >= min(_FEWEST, self.scale.repeats) else members
         return sorted(out)
 
     # -- simulator, comparison ------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def tables(findings: Findings) -> list[Table]:
                 _percent(float(np.mean(size))),
                 _percent(float(np.max(size))),
                 str(errors["setting"][mine][int(np.argmax(size))]),
-                _percent(float(np.nanmedian(errors["noise"][mine]))),
+                _percent(float(np.median(errors["noise"][mine]))),
             ]
         )
     ranking = [
@@ -87,11 +87,11 @@ def tables(findings: Findings) -> list[Table]:
         ("base setting, by utilisation", ("at", *header), _error_rows(errors, base, name=False)),
         (
             "the other settings at the middle utilisation",
-            ("metric", "within target", "mean |error|", "largest", "of", "median noise"),
+            ("metric", "in target", "mean |error|", "largest", "of", "noise"),
             share,
         ),
         (
-            "ranking: pairs of settings whose engine intervals separate",
+            "ranking: pairs whose intervals separate",
             ("metric", "pairs", "separated", "ranked alike", "share"),
             ranking,
         ),

@@ -22,7 +22,17 @@ from entropic_ctl.config import RunConfig, from_mapping, resolve
 from entropic_ctl.signals import FloatArray, IntArray
 from sim.streams import stream
 
-__all__ = ["SETTINGS", "UTILISATIONS", "Load", "Scale", "Setting", "blocks", "configure", "validation_load"]
+__all__ = [
+    "BLOCK_KINDS",
+    "SETTINGS",
+    "UTILISATIONS",
+    "Load",
+    "Scale",
+    "Setting",
+    "blocks",
+    "configure",
+    "validation_load",
+]
 
 UTILISATIONS = (0.5, 0.8, 1.2)
 """Of the first setting; the twelve settings are compared at the middle one."""
@@ -117,7 +127,7 @@ SETTINGS = (
 )
 """Fixed before anything was measured; some differ clearly, some hardly. The first is the base."""
 
-_LAWS: tuple[tuple[Mapping[str, Any], Mapping[str, Any]], ...] = (
+BLOCK_KINDS: tuple[tuple[Mapping[str, Any], Mapping[str, Any]], ...] = (
     ({}, {"prefill_chunk": 256}),
     ({"pruning": _THETA}, {"prefill_chunk": 256}),
     ({}, {"prefill_chunk": 64, "max_batch": 6}),
@@ -127,6 +137,7 @@ _LAWS: tuple[tuple[Mapping[str, Any], Mapping[str, Any]], ...] = (
     ({"temperature": _FEEDBACK}, {"prefill_chunk": 128, "max_batch": 7}),
     ({"temperature": _FEEDBACK, "pruning": _THETA}, {"prefill_chunk": 512, "max_batch": 3}),
 )
+"""(loop tables, engine tables) of calibration blocks, in turn: block i is of kind i modulo their number."""
 
 
 def configure(base: RunConfig, setting: Setting, seed: int) -> RunConfig:
@@ -144,7 +155,7 @@ def blocks(seed: int, scale: Scale) -> list[tuple[Setting, Load]]:
     for i in range(scale.blocks):
         rng = stream(seed, f"calibration {i}")
         n = scale.block_requests
-        loop, engine = _LAWS[i % len(_LAWS)]
+        loop, engine = BLOCK_KINDS[i % len(BLOCK_KINDS)]
         high = np.log(scale.calibration_prompt_max)
         prompt = np.exp(rng.uniform(np.log(16.0), high, n)).astype(np.int64)
         prompt[prompt > 600] //= 1 + (rng.random(int((prompt > 600).sum())) < 0.5)  # long ones cost most: half as many

@@ -115,7 +115,7 @@ def test_every_run_is_done_once_then_the_disturbed_ones_again(tmp_path: Path) ->
 
 
 def test_disturbed_means_foreign_load_or_a_slow_reference() -> None:
-    entries = [{"reference_s": 0.03, "foreign_cores": f} for f in (0.0, 0.1, 0.2, None)]
+    entries = [{"reference_s": 0.03, "foreign_cores": f} for f in (0.0, 0.02, 0.2, None)]
     entries.append({"reference_s": 0.05, "foreign_cores": 0.0})
     assert disturbed(entries) == [False, False, True, False, True]
     assert disturbed([]) == []
