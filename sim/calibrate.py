@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
 
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.provenance import hardware, versions
@@ -71,6 +70,8 @@ def _weights(relative: FloatArray, turn: int) -> FloatArray:
 
 def _solve(design: FloatArray, seconds: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return (coefficients, standard errors, robust weights) of the relative, non-negative, robust fit."""
+    from scipy.optimize import nnls
+
     scale = np.maximum(np.abs(design).max(axis=0), 1e-300)
     x = design / scale / seconds[:, None]
     weight = np.ones(seconds.shape[0])

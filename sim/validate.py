@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy import stats
 
 from entropic_ctl.bank import Bank
 from entropic_ctl.certificates import Verdict
@@ -151,6 +150,8 @@ def measured(values: Sequence[float] | FloatArray) -> tuple[float, float, float]
     mean = float(np.mean(x))
     if x.shape[0] < 2:
         return mean, math.nan, math.nan
+    from scipy import stats
+
     deviation = float(np.std(x, ddof=1))
     half = float(stats.t.ppf(0.975, x.shape[0] - 1)) * deviation / math.sqrt(x.shape[0])
     return mean, half, deviation / mean if mean else math.nan
