@@ -73,7 +73,17 @@ def target(metric: str, utilisation: float) -> float:
 
 
 def workload(load: Load, prompts: int, seed: int, *, greedy: bool = False) -> Workload:
-    """Return a validation load as the simulator's workload: fixed output lengths, recordings drawn by ``seed``."""
+    """Return a validation load as the simulator's workload: fixed output lengths, recordings drawn by ``seed``.
+
+    Parameters
+    ----------
+    load : Load
+    prompts : int
+        Recorded prompts to choose from.
+    seed : int
+    greedy : bool
+        Every request is decoded at T = 0.
+    """
     rng, n = stream(seed, "entropy"), load.arrival_s.shape[0]
     return Workload(
         WorkloadConfig(kind="poisson", n_requests=n, output_length="limit"),
@@ -138,7 +148,18 @@ def predict(
 
 
 def capacity_per_s(config: RunConfig, load: Load, calibration: Calibration, *, bank: Bank | None = None) -> float:
-    """Return requests per second when all of them arrive at once (what utilisation 1 means here)."""
+    """Return requests per second when all of them arrive at once (what utilisation 1 means here).
+
+    Parameters
+    ----------
+    config : RunConfig
+        Of the base setting.
+    load : Load
+        Its arrival times are not read.
+    calibration : Calibration
+    bank : Bank, optional
+        In place of the configured one.
+    """
     burst = dataclasses.replace(load, arrival_s=np.zeros_like(load.arrival_s))
     done = predict(config, burst, calibration, replicates=2, bank=bank)
     return float(np.mean([load.arrival_s.shape[0] / s["makespan_s"] for s in done.summaries]))

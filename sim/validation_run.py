@@ -150,7 +150,15 @@ def disturbed(entries: Sequence[Mapping[str, Any]]) -> list[bool]:
 
 
 def next_run(journal: Journal, seed: int, scale: Scale) -> Run | None:
-    """Return the run to do next, or None when all is done: each run once, then the disturbed ones again."""
+    """Return the run to do next, or None when all is done: each run once, then the disturbed ones again.
+
+    Parameters
+    ----------
+    journal : Journal
+    seed : int
+        Draws the order.
+    scale : Scale
+    """
     first, rest = runs(seed, scale)
     for run in (*first, *rest):
         if not journal.of(run):
