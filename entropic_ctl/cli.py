@@ -19,7 +19,15 @@ except ModuleNotFoundError:
     raise SystemExit("entropic: the command line needs typer and rich: pip install 'entropic-ctl[cli]'") from None
 from typer.core import TyperGroup
 
-from entropic_ctl import __version__, cli_cluster, cli_entropy, cli_identify, cli_sweep, cli_workload
+from entropic_ctl import (
+    __version__,
+    cli_cluster,
+    cli_entropy,
+    cli_identify,
+    cli_sweep,
+    cli_validate,
+    cli_workload,
+)
 from entropic_ctl.cli_console import console, drop_stdout, tolerate_any_encoding
 from entropic_ctl.cli_options import (
     Certificate,
@@ -361,6 +369,7 @@ cli_cluster.register(app)
 cli_entropy.register(app)
 cli_identify.register(app)
 cli_sweep.register(app)
+cli_validate.register(app)
 cli_workload.register(app)
 
 

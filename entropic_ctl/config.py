@@ -93,6 +93,7 @@ class CostConfig:
         ("error", "dense"),
         "pruned rows longer than the recorded contexts: refused at the start, or run dense and counted",
     )
+    calibrated: str = fields.text("", "file of `entropic calibrate`: its times replace the preset's; empty: none")
     device: str = fields.text("", "in place of the preset's: a device's name, or a JSON file with its numbers")
     model: str = fields.text("", "in place of the preset's: a model's name, or a Hugging Face folder or config.json")
     weight_bits: int = fields.integer(0, 0, 32, "stored width of a weight: 4, 8, 16 or 32; 0: the model's")

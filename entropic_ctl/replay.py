@@ -20,7 +20,7 @@ from entropic_ctl.loop import Loop
 from entropic_ctl.recording import FORMAT, finishes, plan_columns
 from entropic_ctl.signals import Array, Finish, FinishReason, Request, StepResult
 
-__all__ = ["ReplayReport", "replay"]
+__all__ = ["ReplayReport", "read_events", "replay"]
 
 _MALFORMED = (EntropicError, LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
 """What reading a value of the wrong type, shape or size from a log can raise, here or inside the loop."""
@@ -87,8 +87,20 @@ def _distance(a: Any, b: Any) -> float:
     return float(np.max(np.where(np.isnan(gap), np.inf, gap), initial=0.0))
 
 
-def _lines(path: Path, report: ReplayReport) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, event); a broken last line is noted in the report and left out."""
+def read_events(path: Path, report: ReplayReport) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number, event) of a log; a broken last line is noted in the report and left out.
+
+    Parameters
+    ----------
+    path : Path
+    report : ReplayReport
+        Gets ``truncated_line``.
+
+    Raises
+    ------
+    BadInputError
+        If the file cannot be read or a line is not an event.
+    """
     where = str(path)
     try:
         raw = path.read_bytes()
@@ -208,7 +220,7 @@ def replay(path: str | Path, *, tolerance: float = 1e-9, laws: tuple[Any, Any, A
         If the log is missing, empty or malformed, with the line number; a broken *last* line is reported instead.
     """
     where, report = str(path), ReplayReport()
-    events = _lines(Path(path), report)
+    events = read_events(Path(path), report)
     header = next(events, None)
     if header is None:
         raise BadInputError("empty log", where=where, allowed="a header line and events")

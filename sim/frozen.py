@@ -76,10 +76,8 @@ def recorded(bank: Bank, tokens: IntArray) -> Views:
 
     def views(t: int, rows: int) -> BankView:
         row = int(tokens[min(t, tokens.shape[0] - 1)])
-        entropy, varentropy = bank.entropy_grid[row].astype(float), bank.varentropy_grid[row].astype(float)
-        shape = (rows, grid.shape[0])
         model = np.full(rows, float(bank.model_entropy[row]))
-        return BankView(model, np.broadcast_to(entropy, shape), np.broadcast_to(varentropy, shape), grid)
+        return BankView(model, bank.entropy_grid, bank.varentropy_grid, grid, np.full(rows, row))
 
     return views
 

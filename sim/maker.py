@@ -12,6 +12,7 @@ from entropic_ctl.config import RunConfig
 from entropic_ctl.loop import Loop
 from entropic_ctl.metrics import Metrics
 from entropic_ctl.metrics_summary import Measured, summarise
+from sim import calibrated
 from sim import cost as costs
 from sim.arrivals import Workload
 from sim.predictions import predictions
@@ -91,7 +92,11 @@ class Maker:
         longest = min(workload.longest_context(), held)
         self._spare.response.require_contexts(config.loop.pruning, longest, config.cost.beyond_bank)
         self._may_leave = self._spare.response.may_leave
-        self.cost = costs.cost_model(config.cost, page, pruning.dense_layers) if cost is None else cost
+        if cost is None:
+            cost = costs.cost_model(config.cost, page, pruning.dense_layers)
+            if config.cost.calibrated:
+                cost = calibrated.load(config, cost)
+        self.cost = cost
         self.pool_tokens = config.engine.pages * page
         self.protected_tokens = (pruning.sink_pages + pruning.recent_pages) * page
 

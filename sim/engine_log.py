@@ -1,0 +1,182 @@
+"""An engine log as data for a regression: one row per iteration, what it was asked (its load) and how long it took.
+
+A log is what ``entropic generate --log`` and :class:`entropic_ctl.recording.Recorder` write. An iteration lasts from
+its plan to the next one if that followed at once, so that what the host does between two steps is charged too; before
+an idle wait, and at the end of the log, it lasts until its tokens are there, plus the log's median time between steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from entropic_ctl.config import RunConfig, from_mapping
+from entropic_ctl.errors import BadInputError
+from entropic_ctl.replay import ReplayReport, read_events
+from entropic_ctl.signals import FloatArray
+from sim.load import StepLoad, measure
+
+__all__ = ["EngineLog", "read_log", "read_logs"]
+
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError)
+
+
+@dataclass(frozen=True)
+class EngineLog:
+    """Iterations of one or several logs, columns of length S.
+
+    Parameters
+    ----------
+    load : dict of str to FloatArray
+        The fields of :class:`sim.load.StepLoad`.
+    law : array of str
+        Temperature law.
+    prunes : bool array
+        Whether the pruning law was on (pages are sealed then, whoever is pruned).
+    seconds : FloatArray
+        Duration, the time to the next plan included.
+    between_s : FloatArray
+        That time alone; NaN where the next plan did not follow at once.
+    page_tokens : int
+    """
+
+    load: dict[str, FloatArray]
+    law: np.ndarray
+    prunes: np.ndarray
+    seconds: FloatArray
+    between_s: FloatArray
+    page_tokens: int
+
+    def __len__(self) -> int:
+        return int(self.seconds.shape[0])
+
+    def take(self, index: np.ndarray) -> EngineLog:
+        """Return the iterations at ``index`` (bool or int)."""
+        load = {name: column[index] for name, column in self.load.items()}
+        return EngineLog(
+            load, self.law[index], self.prunes[index], self.seconds[index], self.between_s[index], self.page_tokens
+        )
+
+
+def _header(event: Mapping[str, Any], where: str) -> RunConfig:
+    if event.get("event") != "header":
+        raise BadInputError(
+            "log does not start with a header",
+            where=where,
+            line=1,
+            value=event.get("event"),
+            remedy="record a run with `entropic generate --log FILE`",
+        )
+    try:
+        return from_mapping({"engine": event["engine"], "loop": event["loop"]}, where=f"{where}:1")
+    except KeyError as error:
+        raise BadInputError("malformed header", where=where, line=1, field=str(error.args[0])) from None
+
+
+def _load(plan: Mapping[str, Any], result: Mapping[str, Any], protected_tokens: int) -> StepLoad:
+    context, tokens = np.asarray(plan["context"], np.int64), np.asarray(plan["n_tokens"], np.int64)
+    samples, theta = np.asarray(plan["samples"], np.bool_), np.asarray(plan["theta_nats"], np.float64)
+    kept = np.asarray(result["kept_fraction"], np.float64)
+    if not context.shape == tokens.shape == samples.shape == theta.shape == kept.shape:
+        raise ValueError("columns of different lengths")
+    return measure(context, tokens, samples, theta, kept, protected_tokens=protected_tokens)
+
+
+def read_log(path: str | Path) -> EngineLog:
+    """Read one log.
+
+    Parameters
+    ----------
+    path : str or Path
+
+    Returns
+    -------
+    EngineLog
+
+    Raises
+    ------
+    BadInputError
+        If the file is missing, empty or malformed (with the line), or holds no iteration; a broken last line, of a
+        process that was killed, is left out.
+    """
+    where, report = str(path), ReplayReport()
+    events = read_events(Path(path), report)
+    first = next(events, None)
+    if first is None:
+        raise BadInputError("empty log", where=where, allowed="a header line and events")
+    config = _header(first[1], where)
+    pruning = config.loop.pruning.config
+    page = config.engine.page_tokens
+    protected = (pruning.sink_pages + pruning.recent_pages) * page
+    loads: list[StepLoad] = []
+    seconds: list[float] = []
+    between: list[float] = []
+    plan: Mapping[str, Any] | None = None
+    end_s: float | None = None
+    for number, event in events:
+        try:
+            if event["event"] == "plan":
+                now_s = float(event["now_s"])
+                if end_s is not None and event["ids"]:
+                    between[-1] = now_s - end_s
+                plan, end_s = event, None
+            elif event["event"] == "observe":
+                if plan is None:
+                    raise ValueError("a result without a plan")
+                result = event["result"]
+                end_s = float(result["end_s"])
+                lasted = end_s - float(result["start_s"])
+                if not lasted > 0.0:
+                    raise ValueError(f"an iteration of {lasted} s")
+                loads.append(_load(plan, result, protected))
+                seconds.append(lasted)
+                between.append(np.nan)
+                plan = None
+        except _MALFORMED as error:
+            raise BadInputError(f"malformed event: {error}", where=where, line=number) from None
+    if not loads:
+        raise BadInputError("no iteration in the log", where=where, remedy="record a run that generates tokens")
+    gap = np.asarray(between)
+    usual = float(np.median(gap[~np.isnan(gap)])) if not np.isnan(gap).all() else 0.0
+    return EngineLog(
+        {name: np.array([getattr(x, name) for x in loads], np.float64) for name in StepLoad._fields},
+        np.full(len(loads), config.loop.temperature.name),
+        np.full(len(loads), config.loop.pruning.name != "off"),
+        np.asarray(seconds) + np.where(np.isnan(gap), usual, gap),
+        gap,
+        page,
+    )
+
+
+def read_logs(paths: Sequence[str | Path]) -> EngineLog:
+    """Read several logs of one engine, in order.
+
+    Raises
+    ------
+    BadInputError
+        If one cannot be read, there is none, or their page sizes differ.
+    """
+    logs = [read_log(path) for path in paths]
+    if not logs:
+        raise BadInputError("no log", where="calibrate", allowed="at least one file")
+    sizes = {log.page_tokens: str(path) for path, log in zip(paths, logs, strict=True)}
+    if len(sizes) > 1:
+        raise BadInputError(
+            "logs of engines with different page sizes",
+            where=list(sizes.values())[-1],
+            field="engine.page_tokens",
+            value=sorted(sizes),
+            remedy="calibrate each on its own",
+        )
+    return EngineLog(
+        {name: np.concatenate([log.load[name] for log in logs]) for name in StepLoad._fields},
+        np.concatenate([log.law for log in logs]),
+        np.concatenate([log.prunes for log in logs]),
+        np.concatenate([log.seconds for log in logs]),
+        np.concatenate([log.between_s for log in logs]),
+        logs[0].page_tokens,
+    )
