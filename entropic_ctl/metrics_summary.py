@@ -84,7 +84,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "simulation": (
         "trace_rows_skipped",
         "bank_context_beyond",
-        "bank_temperature_beyond",
         "draft_tokens",
         "draft_tokens_accepted",
     ),

@@ -66,8 +66,6 @@ class Policy:
         self.temperature, self.pruning, self.scheduling = temperature, pruning, scheduling
         self.observation_lag = observation_lag
         self.always_greedy = temperature.config.temperature == 0.0
-        self._start_u = getattr(temperature, "starts", lambda _: temperature.start())
-        self._start_theta = getattr(pruning, "starts", lambda _: pruning.start())
         self.u = np.zeros(slots)
         self.theta = np.zeros(slots)
         self.timer = np.zeros(slots, np.int64)
@@ -88,8 +86,8 @@ class Policy:
             )
         self._reset(slots)
         count = slots.shape[0]
-        self.u[slots] = self._start_u(count)  # a law with ``starts`` gives every request a start of its own
-        self.theta[slots], self.timer[slots] = self._start_theta(count)
+        self.u[slots] = _starts(self.temperature, count)
+        self.theta[slots], self.timer[slots] = _starts(self.pruning, count)
         self.active[slots] = True
 
     def stop(self, slots: IntArray) -> None:
@@ -238,6 +236,11 @@ class Policy:
         if wider is not theta or later is not timer:  # a law that is off returns its arguments
             self.theta[slots], self.timer[slots] = wider, later
         _count(self.stats, self.seen, slots, model, self.scheduling.config.reduction_weight)
+
+
+def _starts(law: Any, count: int) -> Any:
+    """Return the state of ``count`` new requests; a law with ``starts`` gives each one of its own."""
+    return law.starts(count) if hasattr(law, "starts") else law.start()
 
 
 def _count_columns(table: FloatArray, count: IntArray, slots: IntArray, model: FloatArray, weight: float) -> None:

@@ -42,7 +42,15 @@ BASE = from_mapping(
 """The base setting: standard inference."""
 QUICK = Scale(requests=12, repeats=3, blocks=8, block_requests=8, prompt_max=600, calibration_prompt_max=800)
 """To try the command; too little to be judged."""
-_KEPT = (*validate.METRICS, "output_tokens", "requests_finished", "steps", "makespan_s", "busy_s", "kept_fraction_mean")
+_KEPT = (
+    *validate.METRICS,
+    "output_tokens",
+    "requests_finished",
+    "iterations",
+    "makespan_s",
+    "busy_s",
+    "kept_fraction_mean",
+)
 _FEWEST = 2  # undisturbed runs of a cell below which the disturbed ones are compared too
 
 

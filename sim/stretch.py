@@ -276,7 +276,7 @@ def _run(
                     model[i] = max(model[i] + shift, 0.0)
                     tempered[i] = max(tempered[i] + shift, 0.0)
                 w.token[ids[i]] += 1
-                w.u[ids[i]] = log_t[i]
+                w.u[ids[i]] += trajectories.TEXT_WEIGHT * (log_t[i] - w.u[ids[i]])
         # books: tokens, laws, accounts
         for i in range(count):
             slot = live[i]

@@ -54,8 +54,6 @@ def test_bank_mode_predicts_the_recorded_length_at_the_base_temperature() -> Non
         count[alive] += 1
         going[alive[last]] = False
     assert count.tolist() == lengths.tolist()
-    fixed = Trajectories(BANK, prompt, xi, base_temperature=5.0, ends=True)
-    fixed.lengths(np.full(n, limit))
 
 
 def workload(**values: object) -> dict[str, object]:
