@@ -6,10 +6,10 @@ recording at T_{j+1} if xi < w and the one at T_j otherwise, w = ln(T / T_j) / l
 of averaging keeps the variance of the recorded entropies. The temperature of the text is the exponential moving average
 of ln T over its tokens (weight :data:`TEXT_WEIGHT`, the base temperature at first): a recording at T_{j+1} differs by
 all that was written at T_{j+1} before, and one warmer token does not make a text warm. On the real model no effect of
-the last ln T on the next model entropy can be seen (``entropic identify --world engine``: -0.14 [-0.42, 0.14] nats per
-unit); reading the recording of the last temperature instead would put one of about 1 into the simulated loop. A temperature below T_1 or
-above the last is an error, found before the first step (``require_range``): nothing is extrapolated. Greedy requests
-read the lowest recorded temperature.
+the last ln T on the next model entropy can be seen (``entropic identify --world engine``: -0.14 [-0.42, 0.14] nats
+per unit); reading the recording of the last temperature instead would put one of about 1 into the simulated loop. A
+temperature below T_1 or above the last is an error, found before the first step (``require_range``): nothing is
+extrapolated. Greedy requests read the lowest recorded temperature.
 
 **Which token, and the end of text.** Token i of a request is token i of the recording. In mode ``bank`` a request
 ends (EOS) with the last token of a recording that ended by itself. A recording that ended *before* token i says
@@ -50,7 +50,7 @@ from sim.model_file import read_model
 from sim.parametric import generate
 from sim.response import Response, cell
 
-__all__ = ["BankView", "Trajectories", "load_bank"]
+__all__ = ["TEXT_WEIGHT", "BankView", "Trajectories", "load_bank"]
 
 Table = npt.NDArray[np.float32]
 

@@ -17,7 +17,7 @@ from entropic_ctl import registry
 from entropic_ctl.config import LawSpec, LoopConfig
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.temperature import fixed
-from sim.trajectories import BankView, Trajectories, load_bank
+from sim.trajectories import TEXT_WEIGHT, BankView, Trajectories, load_bank
 
 BANK, LOGITS = make_bank(temperatures=(0.4, 0.8, 1.2, 1.6))
 ROWS = np.arange(0, len(LOGITS), 7)
@@ -120,13 +120,28 @@ def test_beyond_the_sampled_temperatures_nothing_is_read(temperature: float) -> 
         trajectories.select(np.arange(3))
 
 
-def test_the_next_token_follows_the_temperature_that_was_used() -> None:
-    trajectories = columns(2, base=0.4)
-    ids = np.arange(2)
-    trajectories.advance(ids, np.array([1.6, 0.0]))  # a hot token and a greedy one
-    at, _ = trajectories.select(ids)
-    assert BANK.temperature[recording_of(at)].tolist() == [1.6, 0.4]
-    assert (at - BANK.offset[recording_of(at)]).tolist() == [1, 1]
+def test_a_text_follows_its_temperature_as_a_moving_average() -> None:
+    """After k tokens at T: u = ln T - (1 - w)^k (ln T - ln base), which selects by xi against the weight in u."""
+    recorded = np.log(np.unique(BANK.temperature))
+    hot, base = recorded[-1], recorded[0]
+    for tokens in (1, 5, 40):
+        u = hot - (1.0 - TEXT_WEIGHT) ** tokens * (hot - base)
+        j = int(np.searchsorted(recorded, u, side="right")) - 1
+        weight = (u - recorded[j]) / (recorded[j + 1] - recorded[j])
+        xi = np.array([weight - 1e-9, weight + 1e-9])
+        places = Trajectories(BANK, np.zeros(2, np.int64), xi, base_temperature=float(np.exp(base)), ends=False)
+        for _ in range(tokens):
+            places.advance(np.arange(2), np.full(2, np.exp(hot)))
+        at, _ = places.select(np.arange(2))
+        assert np.log(BANK.temperature[recording_of(at)]).tolist() == [recorded[j + 1], recorded[j]]
+
+
+def test_greedy_tokens_draw_a_text_to_the_lowest_temperature() -> None:
+    trajectories = Trajectories(BANK, np.zeros(1, np.int64), np.full(1, 0.5), base_temperature=1.6, ends=False)
+    for _ in range(400):
+        trajectories.advance(np.zeros(1, np.int64), np.zeros(1))
+    at, _ = trajectories.select(np.zeros(1, np.int64))
+    assert BANK.temperature[recording_of(at)].tolist() == [BANK.temperature.min()]
 
 
 def walk(trajectories: Trajectories, tokens: int, temperature: float) -> tuple[list[int], int | None]:
@@ -179,7 +194,8 @@ def test_moving_the_temperature_does_not_shorten_texts_by_itself() -> None:
     assert short < long
     n, rng = 4000, np.random.default_rng(0)
     ids, length = np.arange(n), np.zeros(n, np.int64)
-    trajectories = Trajectories(bank, np.zeros(n, np.int64), np.full(n, 0.5), base_temperature=0.4, ends=True)
+    middle = 0.32**0.5  # as far from 0.4 as from 0.8 in ln T
+    trajectories = Trajectories(bank, np.zeros(n, np.int64), np.full(n, 0.5), base_temperature=middle, ends=True)
     while ids.size:
         _, last = trajectories.select(ids)
         length[ids] += 1
