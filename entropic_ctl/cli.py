@@ -324,15 +324,16 @@ def repro(
 def bench_sim(
     trace: Annotated[Path | None, typer.Option("--trace", metavar="FILE", help="Azure CSV of arrivals.")] = None,
     loop: Annotated[Switch, typer.Option("--loop", help="The three laws, or standard inference.")] = Switch.ON,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Play the trace so many times, end to end.")] = 1,
     json_file: Json = None,
 ) -> None:
-    """Speed of the simulator: microseconds per iteration, tokens per second, peak memory.
+    """Speed of the simulator: tokens per second, microseconds per iteration, where the time goes, peak memory.
 
     Example: `entropic bench sim --loop off --json sim.json`
     """
     from entropic_ctl import cli_run
 
-    cli_run.bench_sim(trace, loop=loop is Switch.ON, json_file=json_file)
+    cli_run.bench_sim(trace, loop=loop is Switch.ON, repeat=repeat, json_file=json_file)
 
 
 @bench_app.command("engine")

@@ -366,12 +366,12 @@ def replay(log: Path, *, tolerance: float, json_file: Path | None) -> int:
     return 0 if report.equal else 1
 
 
-def bench_sim(trace: Path | None, *, loop: bool, json_file: Path | None) -> None:
+def bench_sim(trace: Path | None, *, loop: bool, repeat: int, json_file: Path | None) -> None:
     """Benchmark the simulator."""
     cli_output.check_file(json_file, "--json", trace)
     benchmark = need("sim.bench", "sim")
-    values = benchmark.bench(trace, loop=loop)
-    write_json(json_file, values, benchmark.bench_config(trace, loop=loop))
+    values = benchmark.bench(trace, loop=loop, repeat=repeat)
+    write_json(json_file, values, benchmark.bench_config(trace, loop=loop, repeat=repeat))
     show("simulator", values)
 
 

@@ -285,7 +285,7 @@ def _accept_columns(
     """
     sampling = slots[samples]
     if not (np.array_equal(table_ids[slots], ids) and np.array_equal(tokens, ids[samples])):
-        return False, sampling, sampling[:0]
+        return False, sampling[:0], sampling[:0]
     cached[slots] = context + n_tokens
     known[sampling] += 1
     owed[sampling] = False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +16,7 @@ from entropic_ctl.config import RunConfig
 from sim.cost import DEVICES, MODELS, kv_pages
 from sim.replica import Progress, simulate
 
-__all__ = ["bench", "bench_config"]
+__all__ = ["bench", "bench_config", "cold_start_s", "warm"]
 
 _THREE_LAWS = {
     "temperature": {"law": "feedback", "gain": 0.03},
@@ -23,7 +25,7 @@ _THREE_LAWS = {
 }
 
 
-def bench_config(trace: str | Path | None = None, *, loop: bool = True, batch: int = 128) -> RunConfig:
+def bench_config(trace: str | Path | None = None, *, loop: bool = True, batch: int = 128, repeat: int = 1) -> RunConfig:
     """Return the standard run: Llama-3-8B on an A100, ``batch`` seats, all memory as KV pool.
 
     Parameters
@@ -35,6 +37,8 @@ def bench_config(trace: str | Path | None = None, *, loop: bool = True, batch: i
         The three laws, or standard inference.
     batch : int
         Rows that run in one step.
+    repeat : int
+        Play the trace so many times, end to end.
     """
     workload: dict[str, Any] = {"output_length": "limit"}
     if trace is None:
@@ -46,7 +50,7 @@ def bench_config(trace: str | Path | None = None, *, loop: bool = True, batch: i
             "output_cv": 0.5,
         }
     else:
-        workload |= {"kind": "azure", "trace": str(trace)}
+        workload |= {"kind": "azure", "trace": str(trace), "trace_repeat": repeat}
     return configs.from_mapping(
         {
             "workload": workload,
@@ -69,6 +73,7 @@ def bench(
     *,
     loop: bool = True,
     batch: int = 128,
+    repeat: int = 1,
     bank: Bank | None = None,
     progress: Progress | None = None,
 ) -> dict[str, float | int]:
@@ -82,6 +87,8 @@ def bench(
         All three laws on, or the standard ones.
     batch : int
         Rows per step, at most.
+    repeat : int
+        Play the trace so many times, end to end.
     bank : Bank, optional
         Default: the shipped one.
     progress : callable, optional
@@ -91,11 +98,15 @@ def bench(
     dict
         ``decode_tokens_per_s`` (output tokens per second of wall time), ``output_tokens``, ``requests_in``,
         ``requests_finished``, ``requests_refused``, ``iterations``, ``us_per_iteration`` (wall time, reading the trace
-        included), ``rows_per_iteration``, ``wall_s``, ``peak_rss_mib`` (of the whole process).
+        included), ``rows_per_iteration``, ``wall_s`` and its split (``read_s``: bank and trace, ``build_s``, ``run_s``,
+        ``tables_s``), ``stretch_share`` (of the iterations, see :mod:`sim.stretch`), ``cold_start_s``
+        (:func:`cold_start_s`), ``peak_rss_mib`` (of the whole process).
     """
-    config = bench_config(trace, loop=loop, batch=batch)
+    config = bench_config(trace, loop=loop, batch=batch, repeat=repeat)
+    cold = cold_start_s()
+    timing: dict[str, float] = {}
     start = time.perf_counter()
-    summary = simulate(config, uncertified=True, bank=bank, progress=progress).summary
+    summary = simulate(config, uncertified=True, bank=bank, progress=progress, timing=timing).summary
     wall_s = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     iterations = int(summary["iterations"])
@@ -109,5 +120,34 @@ def bench(
         "us_per_iteration": 1e6 * wall_s / max(1, iterations),
         "rows_per_iteration": float(summary["rows_per_step_mean"] or 0.0),
         "wall_s": wall_s,
+        **{name: timing[name] for name in ("read_s", "build_s", "run_s", "tables_s")},
+        "stretch_share": timing["iterations_in_stretches"] / max(1, iterations),
+        "cold_start_s": cold,
         "peak_rss_mib": peak / (2**20 if sys.platform == "darwin" else 2**10),
     }
+
+
+def warm() -> None:
+    """Compile what a simulation needs, so that the machine code is in the cache."""
+    for loop in (True, False):
+        run = bench_config(loop=loop)
+        for requests, pages in ((8, 400), (40, 120)):  # with room for all, and with preemptions
+            workload = dataclasses.replace(run.workload, n_requests=requests, output_tokens=40.0)
+            engine = dataclasses.replace(run.engine, pages=pages)
+            simulate(dataclasses.replace(run, workload=workload, engine=engine), uncertified=True)
+
+
+def cold_start_s() -> float:
+    """Return the wall seconds of a fresh process that imports the simulator and simulates one request."""
+    script = (
+        "import dataclasses; from sim.bench import bench_config; from sim.replica import simulate;"
+        "run = bench_config(); work = dataclasses.replace(run.workload, n_requests=1, output_tokens=20.0);"
+        "simulate(dataclasses.replace(run, workload=work), uncertified=True)"
+    )
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", script], check=True)
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    warm()

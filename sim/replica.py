@@ -16,6 +16,7 @@ A replica that makes no progress raises :class:`~entropic_ctl.errors.NoProgressE
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -131,7 +132,7 @@ class Replica:
         self.env, self.loop, self.model = env, loop, StepModel(cost, trajectories, protected_tokens, speculation)
         self.workload, self.metrics, self.progress, self._idle_event = workload, metrics, progress, idle
         self.clock = Clock(float(env.now))
-        self.iterations = self.submitted = self.left = 0
+        self.iterations = self.stretched = self.submitted = self.left = 0
         self._idle, self._redone, self._redone_limit = 0, 0, MAX_REDONE_POOLS * pool_tokens
 
     def run(self) -> Iterator[simpy.Event]:
@@ -148,6 +149,7 @@ class Replica:
                     for finish in gone:
                         self._leave(finish)
                     self.iterations += steps
+                    self.stretched += steps
                     self._idle = self._redone = 0
                     self._tell(steps)
                     continue
@@ -220,6 +222,17 @@ class Replica:
         )
 
 
+class _Laps:
+    """Notes the wall seconds between calls."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self._seconds, self._last = seconds, time.perf_counter()
+
+    def __call__(self, name: str) -> None:
+        now = time.perf_counter()
+        self._seconds[name], self._last = now - self._last, now
+
+
 def simulate(
     config: RunConfig,
     *,
@@ -232,6 +245,7 @@ def simulate(
     workload: Workload | None = None,
     trace: PerfettoFile | None = None,
     laws: tuple[Any, Any, Any] | None = None,
+    timing: dict[str, float] | None = None,
 ) -> SimulationResult:
     """Run one simulation to its end; of several replicas if the configuration says so (:mod:`sim.cluster`).
 
@@ -252,6 +266,9 @@ def simulate(
         An open trace file that every replica writes into.
     laws : tuple, optional
         Passed to :class:`entropic_ctl.loop.Loop`.
+    timing : dict, optional
+        Filled with wall seconds by stage (``read_s``: bank and workload, ``build_s``, ``run_s``, ``tables_s``) and
+        ``iterations_in_stretches``, of a single replica.
 
     Returns
     -------
@@ -267,6 +284,7 @@ def simulate(
     NoProgressError
         If the replica stalls (see the module).
     """
+    lap = _Laps({} if timing is None else timing)
     bank = load_bank(config.cost.bank, seed=config.seed, prompts=config.cost.bank_prompts) if bank is None else bank
     law = config.loop.temperature.config
     if workload is None:
@@ -296,6 +314,7 @@ def simulate(
             workload=workload,
             trace=trace,
         )
+    lap("read_s")
     env = simpy.Environment()
     collector = trace.replica(0) if trace is not None else None
     maker = Maker(
@@ -316,9 +335,15 @@ def simulate(
         speculation=parts.speculation,
     )
     env.process(replica.run())
+    lap("build_s")
     env.run()
+    lap("run_s")
     if progress is not None:
         progress(replica.left, len(workload), replica.clock.now_s)
     measured = metrics.measured()
     tokens = metrics.tokens_table() if keep_tokens else None
-    return SimulationResult(measured.requests, measured.steps, tokens, maker.summary(measured, [replica.model]))
+    result = SimulationResult(measured.requests, measured.steps, tokens, maker.summary(measured, [replica.model]))
+    lap("tables_s")
+    if timing is not None:
+        timing["iterations_in_stretches"] = replica.stretched
+    return result

@@ -35,6 +35,7 @@ from sim.step import StepModel
 __all__ = ["Stretch"]
 
 _LONGEST = 256  # iterations in one call
+_PAUSE = 8  # iterations before another try when the live set is what it was
 _FIXED, _FEEDBACK = 0, 1
 _OFF, _BUDGET = 0, 1
 _PLANNED, _OFF_GRID, _OFF_THETA, _OFF_RECORDED, _BAD_TIME = range(5)  # why it stopped
@@ -340,6 +341,7 @@ class Stretch:
         self._loop, self._model, self._metrics, self._clock = loop, model, metrics, clock
         self._constants = constants
         self._live = self._rows = np.empty(0, np.int64)  # the last live set, and the rows of its accounts
+        self._not_before = 0
         batcher, rules, places = loop.batcher, loop.policy, model.trajectories
         t, pages, engine = batcher.slots, batcher.pages, batcher.engine
         held, table, stack, _, refs = pages.columns
@@ -412,6 +414,8 @@ class Stretch:
         slots = batcher.slots
         if slots.live is not self._live:
             self._live, self._rows = slots.live, metrics.rows_of(slots.id[slots.live], slots.live)
+        elif batcher.step < self._not_before:
+            return 0, []
         table, ledger, pool = metrics.reserve_steps(_LONGEST), metrics.ledger, batcher.pages.pool
         _, free, _ = pool.columns
         before = _State(
@@ -430,7 +434,8 @@ class Stretch:
                 where="entropy bank" if why != _BAD_TIME else "cost model",
                 remedy="narrow the law's clamps, or record a wider bank",
             )
-        if steps == 0:
+        if steps == 0:  # something has to be decided; unless somebody comes or goes, it will have to be for a while
+            self._not_before = batcher.step + _PAUSE
             return 0, []
         pool.took(free - after.free)
         clock.set(after.now_s, after.sum_s, after.low_s)

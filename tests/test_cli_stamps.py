@@ -22,7 +22,7 @@ def read(path: Path) -> dict[str, Any]:
 def test_bench_sim_is_stamped_with_the_run_it_timed(tmp_path: Path) -> None:
     trace = tmp_path / "t.csv"
     trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.0,20,3\n")
-    cli_run.bench_sim(trace, loop=False, json_file=tmp_path / "b.json")
+    cli_run.bench_sim(trace, loop=False, repeat=1, json_file=tmp_path / "b.json")
     stamp = read(tmp_path / "b.json")["stamp"]
     assert stamp["config"]["workload"]["kind"] == "azure"
     assert stamp["config"]["engine"]["max_batch"] == bench.bench_config(trace, loop=False).engine.max_batch
