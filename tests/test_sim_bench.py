@@ -11,7 +11,8 @@ from sim.bench import bench
 
 KEYS = {
     "decode_tokens_per_s", "output_tokens", "requests_in", "requests_finished", "requests_refused", "iterations",
-    "us_per_iteration", "rows_per_iteration", "wall_s", "peak_rss_mib",
+    "us_per_iteration", "rows_per_iteration", "wall_s", "read_s", "build_s", "run_s", "tables_s", "stretch_share",
+    "cold_start_s", "peak_rss_mib",
 }  # fmt: skip
 
 
