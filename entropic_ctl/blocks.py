@@ -20,6 +20,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from entropic_ctl.compiled import ENABLED, compiled
 from entropic_ctl.errors import BadInputError, EntropicError
 from entropic_ctl.signals import IntArray
 
@@ -50,6 +51,23 @@ def new_pages(held_tokens: int, more_tokens: int, page_tokens: int) -> int:
     1
     """
     return pages_for(held_tokens + more_tokens, page_tokens) - pages_for(held_tokens, page_tokens)
+
+
+@compiled
+def _give_back(pages: PageArray, refs: PageArray, stack: PageArray, free: int) -> int:
+    """Release pages that nobody else holds; return the new height of the stack, or -1 (and do nothing) if some are."""
+    plain = True
+    for page in pages:
+        refs[page] -= 1
+        plain &= refs[page] == 0
+    if not plain:
+        for page in pages:
+            refs[page] += 1
+        return -1
+    for i in range(pages.shape[0] - 1, -1, -1):
+        stack[free] = pages[i]
+        free += 1
+    return free
 
 
 class BlockPool:
@@ -197,6 +215,9 @@ class BlockPool:
             If a page has fewer references than entries (a double release); the pool is unchanged.
         """
         if pages.shape[0] == 0:
+            return
+        if ENABLED and not self._hash_of and (free := _give_back(pages, self._refs, self._stack, self._n_free)) >= 0:
+            self._n_free = free
             return
         np.subtract.at(self._refs, pages, 1)
         left = self._refs[pages]

@@ -41,6 +41,7 @@ from entropic_ctl.accounts import (
 from entropic_ctl.clock import CostLedger, Runs
 from entropic_ctl.collectors import Collector
 from entropic_ctl.columns import Columns
+from entropic_ctl.compiled import compiled, faster
 from entropic_ctl.config import SloConfig
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.histogram import DurationHistogram
@@ -73,6 +74,23 @@ _TOKEN: dict[str, npt.DTypeLike] = {
     "kept_fraction": np.float64,
 }
 _NOBODY: IntArray = np.empty(0, np.int64)
+
+
+def _are_theirs_columns(rows: IntArray, ids: IntArray, id_of: IntArray, status: npt.NDArray[np.int8]) -> bool:
+    """Return whether every row is that of the live request with the given id."""
+    return not ((rows < 0) | (id_of[rows] != ids) | (status[rows] != 0)).any()
+
+
+@compiled
+def _are_theirs_loop(rows: IntArray, ids: IntArray, id_of: IntArray, status: npt.NDArray[np.int8]) -> bool:
+    """Twin of :func:`_are_theirs_columns`."""
+    for i in range(rows.shape[0]):  # noqa: SIM110 - compiled: a loop, not a generator
+        if rows[i] < 0 or id_of[rows[i]] != ids[i] or status[rows[i]] != 0:
+            return False
+    return True
+
+
+_are_theirs = faster(_are_theirs_loop, _are_theirs_columns)
 
 
 class Metrics(Collector):
@@ -331,10 +349,11 @@ class Metrics(Collector):
 
     def admitted(self, ids: IntArray, start_s: float) -> None:
         """Requests got a slot: close the account of the wait for it; waits for service count from here."""
-        rows = np.array([self._row(request_id) for request_id in ids.tolist()])
-        facts, sums = self._facts, self._account.sums
-        facts["admission_wait_s"][rows] = np.maximum(start_s - facts["arrival_s"][rows], 0.0)
-        sums[rows, LAST_STEP], sums[rows, LAST_END] = self._n_steps - 1, start_s
+        waits, arrivals, sums = self._facts["admission_wait_s"], self._facts["arrival_s"], self._account.sums
+        for request_id in ids.tolist():
+            row = self._row(request_id)
+            waits[row] = max(start_s - arrivals[row], 0.0)
+            sums[row, LAST_STEP], sums[row, LAST_END] = self._n_steps - 1, start_s
 
     def rows_of(self, ids: IntArray, slots: IntArray) -> IntArray:
         """Return the rows in :attr:`sums` of live requests, given the slots they are in.
@@ -349,8 +368,8 @@ class Metrics(Collector):
             if top >= self._row_of_slot.shape[0]:
                 self._row_of_slot = np.concatenate([self._row_of_slot, np.full(top + 1, -1, np.int64)])
             rows = self._row_of_slot[slots]
-            strange = (rows < 0) | (self._facts["id"][rows] != ids) | (self._facts["status"][rows] != 0)
-            if np.count_nonzero(strange):
+            if not _are_theirs(rows, ids, self._facts["id"], self._facts["status"]):
+                strange = (rows < 0) | (self._facts["id"][rows] != ids) | (self._facts["status"][rows] != 0)
                 for i in np.flatnonzero(strange).tolist():
                     rows[i] = self._row_of_slot[slots[i]] = self._row(int(ids[i]))
         else:

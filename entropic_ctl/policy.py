@@ -76,7 +76,7 @@ class Policy:
         self._arrived = np.zeros(slots, np.int64)
 
     def start(self, slots: IntArray) -> None:
-        """Give each of these slots the state of a new request."""
+        """Give each of these slots, which hold no request, the state of a new one."""
         if self.active[slots].any():
             raise BadInputError(
                 "slot already holds a request",
@@ -84,7 +84,6 @@ class Policy:
                 field="slots",
                 value=slots[self.active[slots]].tolist(),
             )
-        self._reset(slots)
         count = slots.shape[0]
         self.u[slots] = _starts(self.temperature, count)
         self.theta[slots], self.timer[slots] = _starts(self.pruning, count)
