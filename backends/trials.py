@@ -39,8 +39,8 @@ _REFERENCE = {"pages": 64, "page_tokens": 16, "max_batch": 4, "max_batch_tokens"
 class Trial:
     """What one run gave: tables as :class:`entropic_ctl.metrics.Metrics` defines them (arrivals counted from 0).
 
-    ``reference_s`` is the median step of the small fixed decode just before the run, ``foreign_cores`` the mean number
-    of cores that other processes kept busy during it (NaN if unknown).
+    ``reference_s`` is the median step of the small fixed decode just before the run, or just after it if that is more;
+    ``foreign_cores`` the mean number of cores that other processes kept busy during it (NaN if unknown).
     """
 
     requests: dict[str, npt.NDArray[Any]]
@@ -143,6 +143,7 @@ def run_trial(
         engine.submit(piece, SamplingParams(max_new_tokens=n, seed=key), arrival_s=start_s + at_s)
     engine.run(progress=progress)
     foreign = others.cores()
+    reference = max(reference, reference_step_s(model))
     requests, steps = metrics.requests_table(), metrics.steps_table()
     for table, names in ((requests, ("arrival_s", "left_s")), (steps, ("start_s", "end_s"))):
         for name in names:
