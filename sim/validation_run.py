@@ -32,7 +32,7 @@ __all__ = ["FOREIGN_CORES", "SLOW", "Journal", "Run", "cells", "disturbed", "nex
 FOREIGN_CORES = 0.03
 """Measured: a tenth of a core taken by others makes steps 10-20% slower (a layer waits for its slower thread)."""
 SLOW = 1.08
-"""Measured: a virtual machine of this kind has two speeds, a quarter apart, and keeps one for some seconds or minutes."""
+"""Measured: a virtual machine of this kind has two speeds, a quarter apart, and keeps each for seconds or minutes."""
 
 
 class Run(NamedTuple):
