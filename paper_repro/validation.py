@@ -313,7 +313,7 @@ class Validation:
         noisy = f"{sum(bad)} of {len(entries)} runs were disturbed (others used the CPU, or the reference was slow)"
         out = [
             f"{noisy}; {sum(bad[i] for i in used)} of them had to be used all the same.",
-            f"Reference decode (the slower of before and after): median {middle:.1f} ms, 10-90% {low:.1f}-{high:.1f} ms.",
+            f"Reference decode (slower of before and after): median {middle:.1f} ms, 10-90% {low:.1f}-{high:.1f} ms.",
         ]
         if beyond:
             out.append(f"{beyond} simulated iterations lay outside the calibrated ranges.")
