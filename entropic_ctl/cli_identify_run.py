@@ -92,7 +92,7 @@ def _certified(run: RunConfig, vocab: int, experiment: Any, *, uncertified: bool
 
 
 def _excite_sim(run: RunConfig, experiment: Any, config: Path, uncertified: bool, report: Any) -> Any:
-    bank = cli_run.need("sim.trajectories", "sim").load_bank(run.cost.bank)
+    bank = cli_run.need("sim.trajectories", "sim").bank_of(run)
     _certified(run, int(bank.meta["vocab_size"]), experiment, uncertified=uncertified)
 
     def progress(left: int, total: int, now_s: float) -> None:  # noqa: ARG001
@@ -152,7 +152,7 @@ def stability(
     run = cli_run.with_overrides(cli_run.load_config(config), seed=seed)
     cli_output.check_file(json_file, "--json", out, config, run.cost.bank, run.workload.trace)
     reporting = cli_run.need("sim.stability_report", "sim")
-    bank = cli_run.need("sim.trajectories", "sim").load_bank(run.cost.bank)
+    bank = cli_run.need("sim.trajectories", "sim").bank_of(run)
     size = int(bank.meta["vocab_size"]) if vocab is None else vocab
     if run.loop.temperature.name != "feedback":
         raise BadInputError(

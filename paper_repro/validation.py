@@ -27,7 +27,7 @@ from paper_repro.worlds import Certifier
 from sim import calibrate, calibrated, validate
 from sim.calibrated import Calibration
 from sim.engine_log import read_logs
-from sim.trajectories import load_bank
+from sim.trajectories import bank_of
 from sim.validation_plan import BLOCK_KINDS, SETTINGS, Load, Scale, Setting, blocks, configure, validation_load
 from sim.validation_run import Journal, Run, cells, disturbed, next_run, runs
 
@@ -134,7 +134,7 @@ class Validation:
         bank: Bank | None = None,
     ) -> None:
         self.folder, self.config, self.model, self.scale = folder, config, model, scale
-        self.bank = load_bank(config.cost.bank) if bank is None else bank
+        self.bank = bank_of(config) if bank is None else bank
         self.settings = {setting.name: setting for setting in SETTINGS}
         self.blocks = blocks(config.seed, scale)
         self.load = validation_load(config.seed, scale)

@@ -142,7 +142,7 @@ def judge(
         drift = mean_interval(drifts, level=1 - alpha / looks)
         if margin.high < 0 or (drift.low > 0 and drift.mean > DRIFT):
             verdict = "fails"
-        elif margin.low > 0 and requests * (1 - level.percentile / 100) >= _RULE_OF_THREE:
+        elif margin.low > 0 and drift.mean <= DRIFT and requests * (1 - level.percentile / 100) >= _RULE_OF_THREE:
             verdict = "holds"
     return Trial(rate, verdict, margins, drifts)
 

@@ -6,9 +6,10 @@ system over block b.
 - **unstable**: the mean of D_b is above 0. For a queue that grows, the D_b are changes of a random walk with drift,
   nearly independent, so the t interval holds; for a stable queue they are negatively correlated (what came in goes
   out), the mean is (last - first) / B, and the interval is wider than it need be: no false alarm for that reason.
-- **stable**: over the blocks that begin with more than the median number in system, the mean of D_b is below 0. This is
-  Foster's criterion read off the data: above a level, the queue drifts down. For a random walk without drift
-  that mean is 0 whatever the level, so it passes with the chosen error probability only.
+- **stable**: over the blocks that begin with more than the median of the numbers in system *so far*, the mean of D_b is
+  below 0. This is Foster's criterion read off the data: above a level, the queue drifts down. For a random walk without
+  drift that mean is 0, because the level does not know the future (the median of the whole path does, and selects
+  falls), so it passes with the chosen error probability only.
 - **undecided**: neither. At a load close to capacity nothing else can honestly be said.
 
 The criterion is Foster's (1953); the block test is ours.
@@ -20,10 +21,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import stdtrit
 
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FloatArray
+from sim.intervals import mean_interval
 
 __all__ = ["Drift", "in_system", "queue_drift"]
 
@@ -39,7 +40,7 @@ class Drift:
     rate, low, high : float
         Mean drift of the number in system, with its interval.
     busy_rate, busy_low, busy_high : float
-        The same over the blocks that began above the median.
+        The same over the blocks that began above the median so far.
     blocks : int
     """
 
@@ -105,16 +106,15 @@ def queue_drift(
     begin += warm_up * (end - begin)
     number = in_system(came, left_s, np.linspace(begin, end, blocks + 1))
     change, width = np.diff(number), (end - begin) / blocks
-    rate, low, high = (x / width for x in _interval(change, level))
-    above = number[:-1] > np.median(number[:-1])
-    busy, busy_low, busy_high = (x / width for x in _interval(change[above], level))
+    rate, low, high = (x / width for x in _bounds(change, level))
+    middle = np.array([np.median(number[: i + 1]) for i in range(blocks)])  # of the past: the future would select falls
+    above = number[:-1] > middle
+    busy, busy_low, busy_high = (x / width for x in _bounds(change[above], level))
     verdict = "unstable" if low > 0 else "stable" if busy_high < 0 or number.max() <= 1 else "undecided"
     return Drift(verdict, rate, low, high, busy, busy_low, busy_high, blocks)
 
 
-def _interval(x: FloatArray, level: float) -> tuple[float, float, float]:
+def _bounds(x: FloatArray, level: float) -> tuple[float, float, float]:
     """Return (mean, low, high) by Student's t; infinitely wide below 3 values."""
-    if x.shape[0] < 3:
-        return (float(x.mean()) if x.shape[0] else 0.0), -np.inf, np.inf
-    half = float(stdtrit(x.shape[0] - 1, 0.5 + level / 2) * x.std(ddof=1) / np.sqrt(x.shape[0]))
-    return float(x.mean()), float(x.mean()) - half, float(x.mean()) + half
+    found = mean_interval(x, level=level)
+    return (found.mean, found.low, found.high) if found.n > 2 else (found.mean if found.n else 0.0, -np.inf, np.inf)

@@ -28,7 +28,7 @@ from entropic_ctl.temperature import fixed
 from sim.excitation import KINDS, Excited, ExcitedBudget, make_signal
 from sim.replica import Progress, simulate
 from sim.streams import stream
-from sim.trajectories import load_bank
+from sim.trajectories import bank_of
 
 __all__ = ["Experiment", "Records", "collect", "prepare", "run_simulation"]
 
@@ -138,7 +138,7 @@ def run_simulation(
     BadInputError
         If the excitation would leave the recorded range.
     """
-    bank = load_bank(config.cost.bank) if bank is None else bank
+    bank = bank_of(config) if bank is None else bank
     size = experiment.size(config)
     if experiment.input == "theta":
         top = float(config.loop.pruning.config.theta_nats) + size if config.loop.pruning.name == "budget" else 0.0

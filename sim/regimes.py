@@ -25,7 +25,7 @@ from entropic_ctl.signals import FloatArray, IntArray
 
 __all__ = ["Fit", "Regimes", "fit", "log_likelihood"]
 
-NODES = 13
+NODES = 25
 _PHI_LIMIT = 0.98
 _SIGMA_FLOOR = 1e-3
 _CENTRING = 30
@@ -74,7 +74,7 @@ def _nodes(model: Regimes) -> tuple[FloatArray, FloatArray]:
     """Return values of z and their weights; one node without z."""
     if not model.text:
         return np.zeros(1), np.ones(1)
-    z = np.linspace(-2.4, 2.4, NODES)
+    z = np.linspace(-3.6, 3.6, NODES)
     w = np.exp(-0.5 * z**2)
     return z, w / w.sum()
 

@@ -39,7 +39,7 @@ from sim.maker import Maker
 from sim.speculation import Speculation
 from sim.step import StepModel
 from sim.stretch import Stretch
-from sim.trajectories import Trajectories, load_bank
+from sim.trajectories import Trajectories, bank_of
 
 __all__ = ["MAX_IDLE_PLANS", "MAX_REDONE_POOLS", "Replica", "SimulationResult", "Source", "simulate"]
 
@@ -285,7 +285,7 @@ def simulate(
         If the replica stalls (see the module).
     """
     lap = _Laps({} if timing is None else timing)
-    bank = load_bank(config.cost.bank, seed=config.seed, prompts=config.cost.bank_prompts) if bank is None else bank
+    bank = bank_of(config) if bank is None else bank
     law = config.loop.temperature.config
     if workload is None:
         greedy = law.temperature == 0.0

@@ -20,7 +20,7 @@ from entropic_ctl.errors import BadInputError
 from sim.arrivals import Workload
 from sim.replica import simulate
 from sim.routers import ROUTERS
-from sim.trajectories import load_bank
+from sim.trajectories import bank_of
 
 __all__ = ["MEASURES", "compare"]
 
@@ -72,7 +72,7 @@ def compare(
         )
     if repeats < 1:
         raise BadInputError("no repeats", field="repeats", value=repeats, allowed=">= 1")
-    used = load_bank(config.cost.bank, seed=config.seed, prompts=config.cost.bank_prompts) if bank is None else bank
+    used = bank_of(config) if bank is None else bank
     rows: list[tuple[Any, ...]] = []
     for repeat in range(repeats):
         for name in routers:

@@ -43,14 +43,14 @@ from entropic_ctl.arrays import log
 from entropic_ctl.bank import Bank
 from entropic_ctl.clock import Runs
 from entropic_ctl.compiled import compiled, faster
-from entropic_ctl.config import LoopConfig
+from entropic_ctl.config import LoopConfig, RunConfig
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FloatArray, IntArray
 from sim.model_file import read_model
 from sim.parametric import generate
 from sim.response import Response, cell
 
-__all__ = ["TEXT_WEIGHT", "BankView", "Trajectories", "load_bank"]
+__all__ = ["TEXT_WEIGHT", "BankView", "Trajectories", "bank_of", "load_bank"]
 
 Table = npt.NDArray[np.float32]
 
@@ -82,6 +82,17 @@ def load_bank(path: str = "", *, seed: int = 0, prompts: int = 32) -> Bank:
         return banks.load(path)
     with importlib.resources.as_file(importlib.resources.files("sim") / "data" / "smollm2-135m.npz") as shipped:
         return banks.load(Path(shipped))
+
+
+def bank_of(config: RunConfig) -> Bank:
+    """Return the bank a run reads: recorded, or generated from a fitted model with the run's seed.
+
+    Raises
+    ------
+    BadInputError
+        If the file is missing or broken.
+    """
+    return load_bank(config.cost.bank, seed=config.seed, prompts=config.cost.bank_prompts)
 
 
 class BankView:

@@ -41,7 +41,7 @@ from sim.intervals import mean_interval
 from sim.objectives import Objective
 from sim.runs import Certify, Point
 from sim.space import Choice, Dimension
-from sim.trajectories import load_bank
+from sim.trajectories import bank_of
 from sim.tune_space import check_space, settings_of
 from sim.tune_trials import Judged, Search, Trial, TuneResult
 from sim.workers import Inline, Pool
@@ -103,6 +103,11 @@ def _weights(goals: Sequence[Objective], weights: Mapping[str, float] | None) ->
         if name not in names or not (math.isfinite(value) and value >= 0):
             raise BadInputError("bad weight", where="--weight", field=name, value=value, allowed=f">= 0, of {names}")
     return np.array([(weights or {}).get(name, 1.0) for name in names])
+
+
+def _shared_bank(config: RunConfig) -> Bank | None:
+    """Return a recorded bank, read once for all trials; a fitted model generates one for every repeat instead."""
+    return None if config.cost.bank.endswith(".json") else bank_of(config)
 
 
 def tune(
@@ -181,9 +186,7 @@ def tune(
         pool=pool if pool is not None else Inline(runs.run),
         certify=certify,
         uncertified=certify is None,
-        bank=load_bank(config.cost.bank, seed=config.seed, prompts=config.cost.bank_prompts)
-        if bank is None and pool is None
-        else bank,
+        bank=_shared_bank(config) if bank is None and pool is None else bank,
     )
     ((cost, error),) = search.evaluate([Point(0, {}, config)])
     if error:

@@ -27,9 +27,10 @@ from entropic_ctl.signals import FloatArray
 from sim import cost as costs
 from sim.arrivals import Workload
 from sim.calibrated import CalibratedCost, Calibration
+from sim.intervals import mean_interval
 from sim.replica import simulate
 from sim.streams import stream
-from sim.trajectories import Trajectories, load_bank
+from sim.trajectories import Trajectories, bank_of
 from sim.validation_plan import UTILISATIONS, Load
 
 __all__ = [
@@ -131,7 +132,7 @@ def predict(
     BadInputError
         If the calibration or the bank cannot be used for this setting.
     """
-    bank = load_bank(config.cost.bank) if bank is None else bank
+    bank = bank_of(config) if bank is None else bank
     accounts = costs.preset(config.cost.preset, config.engine.page_tokens, config.loop.pruning.config.dense_layers)
     summaries, tables, beyond = [], [], 0
     for i in range(replicates):
@@ -167,15 +168,9 @@ def capacity_per_s(config: RunConfig, load: Load, calibration: Calibration, *, b
 
 def measured(values: Sequence[float] | FloatArray) -> tuple[float, float, float]:
     """Return (mean, half width of Student's 95% interval, relative standard deviation); NaN where undefined."""
-    x = np.asarray(values, np.float64)
-    mean = float(np.mean(x))
-    if x.shape[0] < 2:
-        return mean, math.nan, math.nan
-    from scipy import stats
-
-    deviation = float(np.std(x, ddof=1))
-    half = float(stats.t.ppf(0.975, x.shape[0] - 1)) * deviation / math.sqrt(x.shape[0])
-    return mean, half, deviation / mean if mean else math.nan
+    found = mean_interval(values)
+    deviation = float(np.std(values, ddof=1)) if found.n > 1 else math.nan
+    return found.mean, found.high - found.mean, deviation / found.mean if found.mean else math.nan
 
 
 def compare(
