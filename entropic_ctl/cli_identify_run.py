@@ -21,6 +21,10 @@ _SIM_SIZE = {"requests": 160, "tokens": 256}
 _ENGINE_SIZE = {"requests": 24, "tokens": 160}
 
 
+_IDENTIFIED = 0.01
+"""Share of the held-out variance below which a fitted transfer function says nothing."""
+
+
 def identify(
     config: Path,
     out: Path,
@@ -139,6 +143,11 @@ def _tell_identify(found: Any) -> None:
         for part in ("same_step", "next_step", "static_gain"):
             row(f"{output.replace('_', ' ')}: {part.replace('_', ' ')}", numbers[output][part])
     console().print(table)
+    for output in ("tempered_entropy", "model_entropy"):
+        explained = numbers[output]["explained_held_out"]
+        if not explained >= _IDENTIFIED:
+            say = f"{output.replace('_', ' ')}: the fitted transfer function explains {explained:.2%} of held-out requests"
+            console().print(f"{say}: not identified; go by the frequency response")
     console().print(
         f"coherence with the tempered entropy: mean {numbers['tempered_entropy']['coherence_mean']:.4f}, "
         f"unrelated noise stays below {numbers['tempered_entropy']['coherence_floor']:.4f}"

@@ -17,16 +17,20 @@ __all__ = ["register"]
 
 
 def calibrate(
-    logs: Annotated[list[Path], typer.Argument(metavar="LOG...", help="Files written by `entropic generate --log`.")],
+    logs: Annotated[
+        list[Path], typer.Argument(metavar="LOG...", help="Engine logs, some under the fixed temperature law.")
+    ],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Calibration to write (JSON).")],
     json_file: Json = None,
 ) -> None:
     """Fit what a step costs on this machine from logs of the real engine.
 
-    Prints each term with its standard error and what the fit leaves over; needs a load that varies (batch sizes,
-    contexts, prefill chunks; pruning and temperature laws if the simulator is to charge for them).
+    Prints each term with its standard error and what the fit leaves over. It needs a load that varies (batch sizes,
+    contexts, prefill chunks; pruning and temperature laws if the simulator is to charge for them) and logs under the
+    `fixed` temperature law; `entropic generate --log` runs one request, so its log alone says nothing of batches. The
+    demo's engine logs do, and `entropic validate` makes its own.
 
-    Example: `entropic calibrate run1.jsonl run2.jsonl --out cost.json`, then `[cost] calibrated = "cost.json"`.
+    Example: `entropic calibrate out/demo/engine-*.jsonl --out cost.json`, then `[cost] calibrated = "cost.json"`.
     """
     from entropic_ctl import cli_run
 

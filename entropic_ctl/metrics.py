@@ -130,7 +130,7 @@ class Metrics(Collector):
         *,
         target_nats: float | None = None,
         filter_weight: float = 0.2,
-        max_steps: int = 2**16,
+        max_steps: int = 2**15,
         pool_pages: int = 0,
         slo: SloConfig | None = None,
         idle_w: float = 0.0,

@@ -85,9 +85,10 @@ def _column(table: Mapping[str, np.ndarray], which: str, end: str = "") -> np.nd
 
 
 def _zoom(axis: Axes, table: Mapping[str, np.ndarray], across: str, name: str) -> None:
-    """Limit a panel to the Pareto set without the config as given, unless that is all there is."""
+    """Limit a panel to the Pareto set and the choice, without the config as given unless it is one of those."""
     front = table["pareto"].astype(bool)
     shown = front & (table["trial"] != 0) if (front & (table["trial"] != 0)).any() else front
+    shown |= table["chosen"].astype(bool)
     for limit, which in ((axis.set_xlim, across), (axis.set_ylim, name)):
         values = _column(table, which)[shown & np.isfinite(_column(table, which))]
         margin = max(0.15 * np.ptp(values), 0.05) if values.size else 1.0

@@ -19,6 +19,7 @@ it: a tail latency is made of such steps.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -153,7 +154,8 @@ def fit(log: EngineLog, *, source: Sequence[str] = ()) -> Calibration:
         laws_s={REFERENCE_LAW: 0.0, **dict(zip(laws, coefficients[b:].tolist(), strict=True))},
         laws_se={REFERENCE_LAW: 0.0, **dict(zip(laws, errors[b:].tolist(), strict=True))},
         residuals={
-            name: _residuals(ratio[kind == i] if (kind == i).any() else ratio) for i, name in enumerate(REGIMES)
+            name: _residuals(ratio[kind == i]) if (kind == i).any() else dataclasses.replace(_residuals(ratio), n=0)
+            for i, name in enumerate(REGIMES)
         },
         ranges={name: (float(c.min()), float(c.max())) for name, c in log.load.items()},
         page_tokens=log.page_tokens,
@@ -195,7 +197,8 @@ def summary(calibration: Calibration) -> dict[str, Any]:
             out[f"law {name} per row, ms"] = _with_error(calibration.laws_s[name], calibration.laws_se[name])
     for name, r in calibration.residuals.items():
         low, high = (float(np.interp(q, np.linspace(0, 1, len(r.quantiles)), r.quantiles)) for q in (0.05, 0.95))
-        out[f"measured / fitted, {name}"] = f"{r.n} steps, mean {r.mean:.3f}, 5-95% {low:.3f}-{high:.3f}"
+        seen = f"{r.n} steps" if r.n else "none seen, those of all steps taken"
+        out[f"measured / fitted, {name}"] = f"{seen}: mean {r.mean:.3f}, 5-95% {low:.3f}-{high:.3f}"
     return out
 
 

@@ -121,6 +121,7 @@ def analyse(records: Records, experiment: Experiment, config: RunConfig) -> Find
             "same_step": _interval(float(response.value[0]), float(response.error[0]), level),
             "next_step": _interval(float(response.value[1]), float(response.error[1]), level),
             "static_gain": _interval(*models[name].static_gain(), level),
+            "explained_held_out": models[name].explained,
             "coherence_mean": float(spectrum.coherence.mean()),
             "coherence_floor": spectrum.coherence_floor,
         }
