@@ -146,8 +146,8 @@ def _tell_identify(found: Any) -> None:
     for output in ("tempered_entropy", "model_entropy"):
         explained = numbers[output]["explained_held_out"]
         if not explained >= _IDENTIFIED:
-            say = f"{output.replace('_', ' ')}: the fitted transfer function explains {explained:.2%} of held-out requests"
-            console().print(f"{say}: not identified; go by the frequency response")
+            name = f"transfer function of the {output.replace('_', ' ')}"
+            console().print(f"{name}: not identified (explains {explained:.2%} of held-out requests)")
     console().print(
         f"coherence with the tempered entropy: mean {numbers['tempered_entropy']['coherence_mean']:.4f}, "
         f"unrelated noise stays below {numbers['tempered_entropy']['coherence_floor']:.4f}"
