@@ -340,3 +340,14 @@ def test_protocol_errors_are_named() -> None:
         loop.observe(wrong)
     with pytest.raises(BadInputError, match="page table too large"):
         make(EngineConfig(pages=2**24, page_tokens=1, max_live=2**16))
+
+
+def test_the_mean_step_duration_starts_with_the_first_one() -> None:
+    loop = make(EngineConfig())
+    loop.submit(Request(0, 0.0, 4, 5))
+    seen = []
+    for start, seconds in ((0.0, 2.0), (2.0, 1.0)):
+        plan = loop.plan(start)
+        loop.observe(StepResult(plan.step, start, start + seconds, plan.ids, plan.ids, *np.ones((4, 1))))
+        seen.append(loop.batcher.step_s)
+    assert seen == [2.0, pytest.approx(2.0 + 0.2 * (1.0 - 2.0))]

@@ -269,3 +269,20 @@ def test_memory_does_not_grow_with_steps_or_tokens() -> None:
     assert m.summary()["iterations"] == 4000
     assert m.summary()["output_tokens"] == 4000
     assert len(m.steps_table()["step"]) <= 64
+
+
+def test_waits_for_service_count_from_admission() -> None:
+    """What a request waited in the queue for a slot is in admission_wait_s, and in no service wait."""
+    m = Metrics(4)
+    for i in (0, 1):
+        m.submitted(Request(i, 0.0, 4, 10))
+    for step in range(5):
+        m.step(plan_of(step, [0], [0]), result_of(step, float(step), step + 1.0, [0], [1.0], 1), ())
+    late = plan_of(5, [0, 1], [0, 1])._replace(admitted=np.array([1]))
+    m.step(late, result_of(5, 5.0, 6.0, [0, 1], [1.0, 1.0], 2), ())
+    m.step(plan_of(6, [0], [0]), result_of(6, 6.0, 7.0, [0], [1.0], 1), ())
+    m.step(plan_of(7, [0], [0]), result_of(7, 7.0, 8.0, [0], [1.0], 1), [Finish(1, FinishReason.LENGTH)])
+    t = m.requests_table()
+    assert t["admission_wait_s"].tolist() == [0.0, 5.0]
+    assert t["longest_wait_steps"].tolist() == [0, 2]  # two iterations without service before it left
+    assert t["longest_wait_s"].tolist() == [0.0, 2.0]
