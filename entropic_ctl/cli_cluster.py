@@ -53,8 +53,9 @@ def _routers(
     force: bool,
 ) -> None:
     from entropic_ctl import cli_live, cli_output, cli_run
+    from entropic_ctl.config import inputs_of
 
-    cli_output.check_file(json_file, "--json", out, file, certificate, config.cost.bank, config.workload.trace)
+    cli_output.check_file(json_file, "--json", out, file, certificate, *inputs_of(config))
     vocab = int(cli_run.need("sim.trajectories", "sim").load_bank(config.cost.bank, prompts=1).meta["vocab_size"])
     verdict = cli_run.certify(config, vocab, certificate, uncertified=uncertified)
     study = cli_run.need("sim.router_study", "sim")

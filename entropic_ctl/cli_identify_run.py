@@ -39,7 +39,7 @@ def identify(
 ) -> None:
     """Run an identification experiment; ``settings`` are fields of its ``Experiment``, 0 standing for a default."""
     run = cli_run.with_overrides(cli_run.load_config(config), seed=seed, model=model)
-    cli_output.check_file(json_file, "--json", out, config, run.cost.bank)
+    cli_output.check_file(json_file, "--json", out, config, *configs.inputs_of(run))
     identifying = cli_run.need("sim.identify", "sim")
     world = "engine" if real else "sim"
     sizes = _ENGINE_SIZE if real else _SIM_SIZE
@@ -159,7 +159,7 @@ def stability(
 ) -> int:
     """Study stability in simulation; 1 if a finding contradicts a certificate."""
     run = cli_run.with_overrides(cli_run.load_config(config), seed=seed)
-    cli_output.check_file(json_file, "--json", out, config, run.cost.bank, run.workload.trace)
+    cli_output.check_file(json_file, "--json", out, config, *configs.inputs_of(run))
     reporting = cli_run.need("sim.stability_report", "sim")
     bank = cli_run.need("sim.trajectories", "sim").bank_of(run)
     size = int(bank.meta["vocab_size"]) if vocab is None else vocab

@@ -130,8 +130,10 @@ def alone(out: Path) -> Iterator[None]:
     Raises
     ------
     BadInputError
-        If another process holds it.
+        If another process holds it, ``out`` has no name (``/``), or nothing can be written beside it.
     """
+    if not out.name:
+        raise BadInputError("not a folder for results", where="--out", value=str(out), remedy="name a folder inside it")
     try:
         import fcntl
     except ImportError:
@@ -139,7 +141,11 @@ def alone(out: Path) -> Iterator[None]:
         return
     path = out.with_name(f".{out.name}.lock")
     while True:
-        with path.open("w") as handle:
+        try:
+            opened = path.open("w")
+        except OSError as error:
+            raise BadInputError(f"cannot make the folder: {error.strerror}", where="--out", value=str(out)) from None
+        with opened as handle:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if not path.exists() or path.stat().st_ino != os.fstat(handle.fileno()).st_ino:
@@ -230,8 +236,6 @@ def folder(out: Path, subject: Mapping[str, Any], *, force: bool = False) -> Ite
     """
     key = digest(subject)
     out = out.resolve()
-    if not out.name:
-        raise BadInputError("not a folder for results", where="--out", value=str(out))
     with contextlib.ExitStack() as stack:
         try:
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -254,7 +254,7 @@ def simulate(
 ) -> None:
     """Simulate a config."""
     config = with_overrides(load_config(config_file), seed=seed, trace=trace)
-    inputs = (config_file, trace, certificate, config.cost.bank, config.workload.trace)
+    inputs = (config_file, trace, certificate, *configs.inputs_of(config))
     cli_output.check_file(json_file, "--json", out, *inputs)
     cli_output.check_file(perfetto, "--perfetto", json_file, out, *inputs)
     verdict = certify(config, bank_vocabulary(config), certificate, uncertified=uncertified)
@@ -319,8 +319,8 @@ def _tell(verdict: Verdict, json_file: Path | None, config: RunConfig) -> int:
 def prove(config_file: Path, *, out: Path, vocab: int | None, json_file: Path | None) -> int:
     """Search a proof, write it, check it."""
     config = load_config(config_file)
-    cli_output.check_file(out, "--out", config_file, config.cost.bank)
-    cli_output.check_file(json_file, "--json", out, config_file, config.cost.bank)
+    cli_output.check_file(out, "--out", config_file, *configs.inputs_of(config))
+    cli_output.check_file(json_file, "--json", out, config_file, *configs.inputs_of(config))
     vocab = vocab if vocab is not None else bank_vocabulary(config)
     certificate = need("proofs.search", "proofs").prove(config, vocab)
     need("entropic_ctl.results", "sim").write_json(out, certificate)

@@ -93,14 +93,14 @@ def sweep(
     --points 8 --repeats 4 --out out/sweep`
     """
     from entropic_ctl import cli_live, cli_output, cli_run
+    from entropic_ctl.config import inputs_of
 
-    cli_output.check_file(json_file, "--json", out, config)
     run = cli_run.with_overrides(cli_run.load_config(config), seed=seed)
     space, sweeps = cli_run.need("sim.space", "sim"), cli_run.need("sim.sweep", "sim")
-    dimensions = [
-        *(space.parse_choice(text) for text in grid or ()),
-        *(space.parse_range(text) for text in sobol or ()),
-    ]
+    grids = [space.parse_choice(text) for text in grid or ()]
+    values = [value for choice in grids for value in choice.values]
+    cli_output.check_file(json_file, "--json", out, config, *inputs_of(run, values))
+    dimensions = [*grids, *(space.parse_range(text) for text in sobol or ())]
     with cli_run.placed(config), cli_live.progress("sweep") as report:
         found = sweeps.sweep(
             run,
@@ -171,9 +171,12 @@ def tune(
     `entropic prove out/tune/tuned.toml --out cert.json`
     """
     from entropic_ctl import cli_live, cli_output, cli_run
+    from entropic_ctl.config import inputs_of
 
-    cli_output.check_file(json_file, "--json", out, config)
     run = cli_run.with_overrides(cli_run.load_config(config), seed=seed)
+    parse = cli_run.need("sim.space", "sim").parse_choice
+    values = [value for text in choices or () for value in parse(text, "--choice").values]
+    cli_output.check_file(json_file, "--json", out, config, *inputs_of(run, values))
     session = cli_run.need("sim.tune_session", "sweep")
     bank = cli_run.need("sim.trajectories", "sim").load_bank(run.cost.bank, prompts=1)
     certify = _certifier(_vocabularies())
@@ -248,10 +251,11 @@ def capacity(
     Example: `entropic capacity run.toml --slo-ttft 0.5 --slo-tpot 0.1 --percentile 95 --requests 400`
     """
     from entropic_ctl import cli_live, cli_output, cli_run
+    from entropic_ctl.config import inputs_of
     from entropic_ctl.config_edit import value_of, with_fields
 
-    cli_output.check_file(json_file, "--json", config, certificate)
     run = cli_run.with_overrides(cli_run.load_config(config), seed=seed)
+    cli_output.check_file(json_file, "--json", config, certificate, *inputs_of(run))
     if requests is not None:
         run = with_fields(run, {"workload.n_requests": requests})
     search, runs = cli_run.need("sim.capacity", "sim"), cli_run.need("sim.capacity_runs", "sim")

@@ -11,7 +11,7 @@ import typer
 from entropic_ctl import cli_live, cli_output
 from entropic_ctl.cli_console import console
 from entropic_ctl.cli_options import Json, Model
-from entropic_ctl.config import RunConfig
+from entropic_ctl.config import RunConfig, inputs_of
 
 __all__ = ["register"]
 
@@ -69,24 +69,26 @@ def validate(
     """
     from entropic_ctl import cli_run
 
-    cli_output.check_file(json_file, "--json", config)
     module = cli_run.need("paper_repro.validation", "all")
     report = cli_run.need("paper_repro.validation_report", "all")
     base: RunConfig = module.BASE if config is None else cli_run.load_config(config)
     base = cli_run.with_overrides(base, seed=seed, model=model)
-    loaded = cli_run.load_model(base)
+    cli_output.check_file(json_file, "--json", out, config, *inputs_of(base))
     scale = module.QUICK if quick else module.Scale()
-    with cli_run.placed(config):
-        work = module.Validation(out, base, loaded, scale=scale, resume=resume)
-    with cli_live.progress("validate") as tell:
-        done = work.measure(minutes=minutes, progress=tell)
-        findings: Any = work.judge(progress=tell) if done else None
+    with cli_run.need("sim.validation_run", "sim").held(out, resume=resume) as folder:
+        loaded = cli_run.load_model(base)
+        with cli_run.placed(config):
+            work = module.Validation(folder, base, loaded, scale=scale, resume=resume)
+        with cli_live.progress("validate") as tell:
+            done = work.measure(minutes=minutes, progress=tell)
+            findings: Any = work.judge(progress=tell) if done else None
+        if findings is not None:
+            work.write(findings)
     settings = {"command": "validate", "seed": base.seed, "scale": dataclasses.asdict(scale)}
     if findings is None:
         cli_run.say(f"not finished: {len(work.journal.entries)} runs are in {out}; go on with --resume")
         cli_run.write_json(json_file, {"validation": None, "runs": len(work.journal.entries)}, settings)
         return
-    work.write(findings)
     cli_run.write_json(json_file, {"validation": report.numbers(findings)}, settings)
     report.show(findings, console())
     cli_run.say(f"report: {out / 'report.html'}")

@@ -44,7 +44,7 @@ def workload(
     Example: `entropic workload run.toml --out out/workload`
     """
     settings = cli_run.with_overrides(cli_run.load_config(config), seed=seed, trace=trace)
-    cli_output.check_file(json_file, "--json", out, config, trace, settings.workload.trace)
+    cli_output.check_file(json_file, "--json", out, config, trace, *configs.inputs_of(settings))
     summary = cli_run.need("sim.workload_summary", "sim")
     with cli_run.placed(config):
         work = summary.drawn(settings)

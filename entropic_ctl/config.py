@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ __all__ = [
     "SpeculationConfig",
     "WorkloadConfig",
     "digest",
+    "inputs_of",
     "load",
     "resolve",
 ]
@@ -355,6 +356,30 @@ def load(path: str | Path) -> RunConfig:
     except ValueError as error:  # an integer with thousands of digits
         raise BadInputError(f"not TOML: {str(error).partition(':')[0]}", where=where) from None
     return from_mapping(values, where=where, source=source)
+
+
+def inputs_of(config: RunConfig, also: Iterable[Any] = ()) -> list[str]:
+    """Return the files a simulation reads, as far as they exist; of a model folder, its ``config.json``.
+
+    Parameters
+    ----------
+    config : RunConfig
+    also : iterable
+        Further values that fields of the run may take; what is not text is ignored.
+    """
+    cost = config.cost
+    named = (
+        config.workload.trace,
+        cost.bank,
+        cost.calibrated,
+        cost.device,
+        cost.model,
+        config.speculation.draft_model,
+        *also,
+    )
+    paths = [Path(name) for name in named if name and isinstance(name, str)]
+    files = [str(path / "config.json" if path.is_dir() else path) for path in paths]
+    return sorted({name for name in files if Path(name).is_file()})
 
 
 def resolve(config: RunConfig) -> dict[str, Any]:

@@ -19,15 +19,16 @@ the open spans are closed and nothing more is written.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-import os
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
 
+from entropic_ctl import results
 from entropic_ctl.collectors import Collector
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import Finish, FinishReason, FloatArray, IntArray, Request, StepPlan, StepResult
@@ -41,6 +42,10 @@ PHASES = ("", "prefill", "decode", "recompute", "paused", "preempted")
 """Names of a slot's spans by code."""
 
 _NONE, _PREFILL, _DECODE, _RECOMPUTE, _PAUSED, _PREEMPTED = range(6)
+
+
+class _DropError(Exception):
+    """Ends the writing of a file that is not to appear."""
 
 
 class PerfettoFile:
@@ -62,7 +67,8 @@ class PerfettoFile:
 
     Notes
     -----
-    Used as a context manager. Leaving it by an interrupt keeps what there is; by another exception, nothing.
+    Used as a context manager. Leaving it by an interrupt keeps what there is; by another exception, nothing. Links and
+    devices are treated as :func:`entropic_ctl.results.atomic` treats them.
     """
 
     def __init__(self, path: Path, *, seconds: float | None = None, max_events: int = 1_000_000) -> None:
@@ -72,13 +78,16 @@ class PerfettoFile:
             raise BadInputError("not a number of events", field="max_events", value=max_events, allowed=">= 1")
         self.path, self.until_s, self.max_events = path, math.inf if seconds is None else float(seconds), max_events
         self.events = 0
-        self._part = path.with_name(f".{path.name}.{os.getpid()}.part")
         self._file: IO[str] | None = None
+        self._open = contextlib.ExitStack()
         self._tracks: dict[int, PerfettoTrack] = {}
 
     def __enter__(self) -> PerfettoFile:
-        self._file = self._part.open("w", encoding="utf-8")
-        self._file.write('{"displayTimeUnit":"ms","traceEvents":[')
+        with contextlib.ExitStack() as stack:
+            part = stack.enter_context(results.atomic(self.path))
+            self._file = stack.enter_context(part.open("w", encoding="utf-8"))
+            self._file.write('{"displayTimeUnit":"ms","traceEvents":[')
+            self._open = stack.pop_all()
         return self
 
     def __exit__(
@@ -87,16 +96,15 @@ class PerfettoFile:
         if self._file is None:
             return
         if kind is None or issubclass(kind, KeyboardInterrupt):
-            for track in self._tracks.values():
-                track.close()
-            stop_s = min((track.stopped_s for track in self._tracks.values()), default=math.inf)
-            note = {"truncated_at_s": stop_s} if math.isfinite(stop_s) else {}
-            self._file.write(f'\n],"otherData":{json.dumps(note)}}}\n')
-            self._file.close()
-            self._part.replace(self.path)
-        else:
-            self._file.close()
-            self._part.unlink(missing_ok=True)
+            with self._open:
+                for track in self._tracks.values():
+                    track.close()
+                stop_s = min((track.stopped_s for track in self._tracks.values()), default=math.inf)
+                note = {"truncated_at_s": stop_s} if math.isfinite(stop_s) else {}
+                self._file.write(f'\n],"otherData":{json.dumps(note)}}}\n')
+        else:  # the error of the block is what counts, not that the rest of the file could not be written either
+            with contextlib.suppress(_DropError, OSError, BadInputError), self._open:
+                raise _DropError
         self._file = None
 
     def replica(self, index: int) -> PerfettoTrack:

@@ -26,10 +26,11 @@ from entropic_ctl.recording import Recorder
 from paper_repro.worlds import Certifier
 from sim import calibrate, calibrated, validate
 from sim.calibrated import Calibration
+from sim.campaign import input_digests
 from sim.engine_log import read_logs
 from sim.trajectories import bank_of
 from sim.validation_plan import BLOCK_KINDS, SETTINGS, Load, Scale, Setting, blocks, configure, validation_load
-from sim.validation_run import Journal, Run, cells, disturbed, next_run, runs
+from sim.validation_run import JOURNAL, Journal, Run, cells, disturbed, next_run, runs
 
 __all__ = ["BASE", "QUICK", "Findings", "Validation"]
 
@@ -145,7 +146,9 @@ class Validation:
             "settings": [[s.name, results.plain(s.loop), results.plain(s.engine)] for s in SETTINGS],
             "model": model.name,
         }
-        self.journal = Journal(folder / "journal.jsonl", subject, resume)
+        if inputs := input_digests([config]):
+            subject["inputs"] = inputs
+        self.journal = Journal(folder / JOURNAL, subject, resume)
         self._engine_certifier = Certifier(config, model.vocab_size)
         self._sim_certifier = Certifier(config, int(self.bank.meta["vocab_size"]))
 

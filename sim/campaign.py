@@ -19,12 +19,12 @@ from typing import Any
 import entropic_ctl
 from entropic_ctl import __version__, results
 from entropic_ctl.cli_output import MARKER, Interrupted, alone
-from entropic_ctl.config import RunConfig, digest
+from entropic_ctl.config import RunConfig, digest, inputs_of
 from entropic_ctl.config_edit import differences
 from entropic_ctl.errors import BadInputError
 from sim.journal import Journal
 
-__all__ = ["JOURNAL", "Campaign", "definition", "open_folder"]
+__all__ = ["JOURNAL", "Campaign", "definition", "input_digests", "open_folder"]
 
 JOURNAL = "runs.jsonl"
 _SHOWN = 4
@@ -65,8 +65,29 @@ def _code() -> str:
     return found.hexdigest()[:16]
 
 
+def input_digests(configs: Iterable[RunConfig], tried: Iterable[Any] = ()) -> dict[str, str]:
+    """Return the SHA-256 of every file that runs of ``configs`` read, by path.
+
+    Parameters
+    ----------
+    configs : iterable of RunConfig
+    tried : iterable
+        Further values of fields; those that name files count.
+    """
+    tried, inputs = list(tried), {}
+    for path in sorted({p for config in configs for p in inputs_of(config, tried)}):
+        with contextlib.suppress(OSError):  # an unreadable file is for the run itself to complain about
+            found = Path(path).stat()
+            inputs[path] = _sha256(path, found.st_size, found.st_mtime_ns)
+    return inputs
+
+
 def definition(
-    command: str, config: RunConfig, plan: Mapping[str, Any], configs: Iterable[RunConfig] = ()
+    command: str,
+    config: RunConfig,
+    plan: Mapping[str, Any],
+    configs: Iterable[RunConfig] = (),
+    tried: Iterable[Any] = (),
 ) -> dict[str, Any]:
     """Return what a folder belongs to, JSON-able.
 
@@ -78,21 +99,18 @@ def definition(
     plan : mapping
         Everything else that determines the results.
     configs : iterable of RunConfig
-        All configurations that run: the contents of their traces and banks belong to the definition.
+        All configurations that run: the contents of the files they name belong to the definition.
+    tried : iterable
+        Further values of fields that may run; those that name files count as well.
     """
     stamp = results.stamp(config, config.seed)
-    inputs = {}
-    for path in sorted({p for c in (config, *configs) for p in (c.workload.trace, c.cost.bank) if p}):
-        with contextlib.suppress(OSError):  # a missing file is for the run itself to complain about
-            found = Path(path).stat()
-            inputs[path] = _sha256(path, found.st_size, found.st_mtime_ns)
     about = {
         "command": command,
         "version": __version__,
         "code": _code(),
         "config": stamp["config"],
         "plan": plan,
-        "inputs": inputs,
+        "inputs": input_digests((config, *configs), tried),
     }
     return dict(json.loads(json.dumps(results.plain(about))))
 

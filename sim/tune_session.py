@@ -158,7 +158,8 @@ def tune(
     goals = objectives.named(options.objectives)
     stages = spaces(config, options, gain_limit, theta_top)
     plan = {**dataclasses.asdict(options), "space": _described(stages), "optuna": importlib.metadata.version("optuna")}
-    about = definition("tune", config, plan)
+    tried = [value for text in options.choices for value in parse_choice(text, "--choice").values]
+    about = definition("tune", config, plan, tried=tried)
     total = (options.trials + 2) * options.repeats  # the last two: the held-out comparison
     with open_folder(out, about, resume=resume) as campaign, pool:
 

@@ -15,19 +15,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from entropic_ctl.cli_output import alone
 from entropic_ctl.config import digest
 from entropic_ctl.errors import BadInputError
 from sim.streams import stream
 from sim.validation_plan import SETTINGS, UTILISATIONS, Scale
 
-__all__ = ["FOREIGN_CORES", "SLOW", "Journal", "Run", "cells", "disturbed", "next_run", "runs"]
+__all__ = ["FOREIGN_CORES", "JOURNAL", "SLOW", "Journal", "Run", "cells", "disturbed", "held", "next_run", "runs"]
+
+JOURNAL = "journal.jsonl"
+"""Name of the journal in its folder."""
 
 FOREIGN_CORES = 0.03
 """Measured: a tenth of a core taken by others makes steps 10-20% slower (a layer waits for its slower thread)."""
@@ -57,6 +62,47 @@ def runs(seed: int, scale: Scale) -> tuple[list[Run], list[Run]]:
     rest = blocks[first:] + trials
     order = stream(seed, "validation order").permutation(len(rest))
     return blocks[:first], [rest[i] for i in order.tolist()]
+
+
+@contextmanager
+def held(folder: Path, *, resume: bool) -> Iterator[Path]:
+    """Yield ``folder`` with links resolved, made if missing; nobody else can write it while the block runs.
+
+    Parameters
+    ----------
+    folder : Path
+    resume : bool
+        Go on with a validation that was begun there; without it such a folder is refused.
+
+    Raises
+    ------
+    BadInputError
+        If it holds anything but a validation, one that is not to be resumed, or another process writes it.
+    """
+    folder = folder.resolve()
+    shown = str(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInputError(f"cannot make the folder: {error.strerror}", where="--out", value=shown) from None
+    with alone(folder):
+        if (folder / JOURNAL).is_file():
+            if not resume and (folder / JOURNAL).stat().st_size:
+                raise _begun(folder / JOURNAL)
+        elif any(folder.iterdir()):
+            raise BadInputError(
+                f"the folder is not empty and holds no {JOURNAL} of a validation",
+                where="--out",
+                value=shown,
+                allowed="a new or empty folder, or one that `entropic validate` began",
+                remedy="name another folder",
+            )
+        yield folder
+
+
+def _begun(path: Path) -> BadInputError:
+    remedy = "pass --resume to go on, or name another folder"
+    return BadInputError("a validation was begun here", where=str(path), remedy=remedy)
 
 
 @dataclass
@@ -93,9 +139,7 @@ class Journal:
     def _read(self, key: str) -> None:
         where = str(self.path)
         if not self.resume:
-            raise BadInputError(
-                "a validation was begun here", where=where, remedy="pass --resume to go on, or name another folder"
-            )
+            raise _begun(self.path)
         raw = self.path.read_bytes()
         whole, _, broken = raw.rpartition(b"\n")
         found = ""

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from command import entropic
 
 from entropic_ctl import cli_output, results
 from entropic_ctl.cli_output import MARKER, folder
@@ -118,3 +119,51 @@ def test_a_second_name_of_an_input_is_recognised(tmp_path: Path) -> None:
             cli_output.check_file(tmp_path / name, "--json", None, "", tmp_path / "input")
     cli_output.check_file(Path(os.devnull), "--json", os.devnull)
     cli_output.check_file(tmp_path / "other", "--json", tmp_path / "input")
+
+
+@pytest.mark.parametrize("field", ["cost.calibrated", "cost.device", "cost.model", "speculation.draft_model"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("simulate", "--json"),
+        ("simulate", "--perfetto"),
+        ("prove", "--out"),
+        ("sweep", "--out", "{new}", "--json"),
+        ("tune", "--out", "{new}", "--json"),
+        ("capacity", "--json"),
+        ("routers", "--json"),
+        ("identify", "--out", "{new}", "--json"),
+        ("stability", "--out", "{new}", "--json"),
+        ("workload", "--json"),
+        ("validate", "--out", "{new}", "--json"),
+    ],
+)
+def test_no_output_overwrites_an_input(tmp_path: Path, command: tuple[str, ...], field: str) -> None:
+    precious, run = tmp_path / "config.json", tmp_path / "run.toml"
+    precious.write_text("precious")
+    table, _, name = field.partition(".")
+    run.write_text(f"[{table}]\n{name} = '{precious}'\n")
+    name, *options = (part.format(new=tmp_path / "new") for part in command)
+    status, _, err = entropic(name, run, *options, precious)
+    assert (status, precious.read_text()) == (2, "precious"), err
+    assert "would overwrite it" in err
+
+
+@pytest.mark.parametrize(("option", "name"), [("--grid", "sweep"), ("--choice", "tune")])
+def test_no_output_overwrites_an_input_that_is_tried(tmp_path: Path, option: str, name: str) -> None:
+    (tmp_path / "bank.npz").write_text("precious")
+    (tmp_path / "run.toml").write_text("")
+    tried = f"cost.bank={tmp_path / 'bank.npz'}"
+    arguments = (option, tried, "--out", tmp_path / "new", "--json", tmp_path / "bank.npz")
+    status, _, err = entropic(name, tmp_path / "run.toml", *arguments)
+    assert status == 2
+    assert "would overwrite it" in err
+
+
+@pytest.mark.parametrize("command", [("simulate",), ("sweep", "--grid", "workload.n_requests=1,2"), ("validate",)])
+def test_the_root_is_no_results_folder(tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "run.toml").write_text("")
+    status, _, err = entropic(command[0], tmp_path / "run.toml", *command[1:], "--out", "/")
+    assert status == 2
+    assert "not a folder for results" in err
+    assert err.count("\n") == 1

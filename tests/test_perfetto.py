@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -224,3 +225,19 @@ def test_the_command_line_writes_a_timeline_whole_or_not_at_all(tmp_path: Path) 
     status, _, err = entropic("simulate", config, "--perfetto", tmp_path / "u.json", "--perfetto-seconds", -1)
     assert status == 2
     assert not (tmp_path / "u.json").exists()
+
+
+def test_a_link_stays_one_and_a_device_is_written_to(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "t.json")
+    (tmp_path / "null").symlink_to(os.devnull)
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    for name in ("link", "null", "pipe"):
+        with PerfettoFile(tmp_path / name) as trace:
+            trace.replica(0).submitted(Request(1, 0.5, 4, 4))
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "pipe").is_fifo()
+    assert Path(os.devnull).is_char_device()
+    assert os.read(reader, 10**5) == (tmp_path / "t.json").read_bytes()
+    os.close(reader)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "null", "pipe", "t.json"]

@@ -23,7 +23,7 @@ from entropic_ctl import results
 from entropic_ctl.config_toml import to_toml
 from entropic_ctl.errors import BadInputError
 from sim import runs
-from sim.campaign import JOURNAL
+from sim.campaign import JOURNAL, definition
 from sim.carry_out import CrashedError
 from sim.intervals import mean_interval
 from sim.replica import simulate
@@ -254,3 +254,22 @@ def test_an_interrupt_leaves_a_folder_that_can_be_resumed(config: configs.RunCon
 
 def test_remaining_time() -> None:
     assert [remaining(s) for s in (0, 59.6, 3599, 3600, -1)] == ["0:00", "1:00", "59:59", "1:00:00", "0:00"]
+
+
+@pytest.mark.parametrize("field", ["workload.trace", *(f"cost.{n}" for n in ("bank", "calibrated", "device", "model"))])
+def test_the_definition_tells_changed_contents_of_every_input(
+    config: configs.RunConfig, tmp_path: Path, field: str
+) -> None:
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "model" / "config.json"
+    named = file.parent if field == "cost.model" else file
+    table, _, name = field.partition(".")
+    changed = dataclasses.replace(config, **{table: dataclasses.replace(getattr(config, table), **{name: str(named)})})
+    draft = dataclasses.replace(config, speculation=dataclasses.replace(config.speculation, draft_model=str(named)))
+    for run in (changed, draft):
+        found = []
+        for content in ("one", "three"):
+            file.write_text(content)
+            found.append(definition("sweep", run, {})["inputs"][str(file)])
+        assert found[0] != found[1]
+    assert str(file) in definition("tune", config, {}, tried=[2, str(named)])["inputs"]

@@ -14,7 +14,7 @@ from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import BadInputError
 from sim import validate
 from sim.validation_plan import SETTINGS, Scale, blocks, configure, validation_load
-from sim.validation_run import Journal, Run, cells, disturbed, next_run, runs
+from sim.validation_run import JOURNAL, Journal, Run, cells, disturbed, held, next_run, runs
 
 SCALE = Scale(requests=6, repeats=2, blocks=9, block_requests=4)
 
@@ -141,3 +141,20 @@ def test_a_journal_is_taken_up_again_after_a_kill_and_refuses_another_subject(tm
     with pytest.raises(BadInputError, match=r"j\.jsonl:2: not a journal line"):
         Journal(path, {"a": 1}, resume=True)
     assert json.loads(lines[1])["reference_s"] == 0.03
+
+
+def test_the_folder_of_a_validation_holds_nothing_else_and_has_one_writer(tmp_path: Path) -> None:
+    with held(tmp_path / "new", resume=False) as folder:
+        Journal(folder / JOURNAL, {"a": 1})
+        with pytest.raises(BadInputError, match="another run is writing"), held(folder, resume=True):
+            pass
+    with pytest.raises(BadInputError, match="--resume"), held(folder, resume=False):
+        pass
+    with held(folder, resume=True) as again:
+        assert again == folder
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.md").write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(BadInputError, match="not empty"), held(tmp_path / "mine", resume=resume):
+            pass
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.md"]
