@@ -142,6 +142,25 @@ def test_files_read_back_and_broken_ones_name_the_field(found: calibrated.Calibr
         ({"residuals": {}}, ["residuals"]),
         ({"ranges": dict(values["ranges"], tokens=[5, 1])}, ["ranges.tokens"]),
         ({"between_s": None}, ["between_s"]),
+        ({"between_s": 10**400}, ["between_s", "finite"]),
+        ({"r2": -math.inf}, ["r2", "finite"]),
+        ({"source": 5}, ["source", "got 5"]),
+        ({"device": None}, ["device", "None"]),
+        ({"device": [1]}, ["device", "[1]"]),
+        ({"device": "ab"}, ["device", "'ab'"]),
+        ({"versions": 5}, ["versions", "got 5"]),
+        ({"table_se": [0.1]}, ["table_se", "got 1", "one per knot"]),
+        ({"page_tokens": 16.7}, ["page_tokens", "16.7", "integer"]),
+        ({"iterations": 1.5}, ["iterations", "1.5", "integer"]),
+        (
+            {name: dict.fromkeys(values[name], 0) for name in ("terms_s", "laws_s")}
+            | {"table_s": [0] * len(values["table_s"])},
+            ["table_s, terms_s, laws_s", "> 0"],
+        ),
+        (
+            {"residuals": {k: {"n": 1, "mean": 0, "quantiles": [0, 0]} for k in values["residuals"]}},
+            ["residuals.decode", "> 0"],
+        ),
     ):
         path.write_text(json.dumps(values | change))
         with pytest.raises(BadInputError) as error:
