@@ -208,6 +208,8 @@ def tune(
     cli_run.need("figures.pareto", "figures").draw(out / "trials.parquet", out / "pareto.png")
     cli_run.write_json(json_file, outcome.numbers, run)
     cli_run.show("tuned, against the config as given (cost, 95% interval; 0.01 is about 1%)", outcome.lines)
+    if failed := outcome.numbers["trials_failed"]:
+        cli_run.say(f"{failed} of {outcome.numbers['trials']} trials failed: see the column error in trials.csv")
     cli_run.say(f"{outcome.verdict}; config: {out / 'tuned.toml'}; picture: {out / 'pareto.png'}")
 
 

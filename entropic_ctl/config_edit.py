@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from entropic_ctl import config as configs
-from entropic_ctl import registry
+from entropic_ctl import fields, registry
 from entropic_ctl.config import LAWS, TABLES, RunConfig
 from entropic_ctl.errors import BadInputError
 
-__all__ = ["differences", "flat", "full_path", "kind", "parse_values", "value_of", "with_fields"]
+__all__ = ["check_value", "differences", "flat", "full_path", "kind", "parse_values", "value_of", "with_fields"]
 
 
 def full_path(path: str) -> str:
@@ -32,16 +32,23 @@ def full_path(path: str) -> str:
     return f"loop.{path}" if path.partition(".")[0] in LAWS else path
 
 
-def _kinds() -> dict[str, str]:
-    """Return every path of every table and law, with the kind of its value."""
-    found = {"seed": "integer"}
+def _declared() -> dict[str, list[Mapping[str, Any]]]:
+    """Return every path of every table and law, with what is declared of its values (laws may share a name)."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+
+    def add(table: str, cls: type[Any]) -> None:
+        for item in dataclasses.fields(cls):
+            if "kind" in item.metadata:
+                found.setdefault(f"{table}{item.name}", []).append(item.metadata)
+
+    add("", RunConfig)
     for table, cls in TABLES.items():
-        found |= {f"{table}.{item.name}": str(item.metadata.get("kind", "")) for item in dataclasses.fields(cls)}
+        add(f"{table}.", cls)
     for table, (package, key, _) in LAWS.items():
-        for name in registry.names(package):
-            law = registry.load(package, name).Config
-            found |= {f"loop.{table}.{f.name}": str(f.metadata.get("kind", "")) for f in dataclasses.fields(law)}
-        found[f"loop.{table}.{key}"] = "choice"
+        known = registry.names(package)
+        for name in known:
+            add(f"loop.{table}.", registry.load(package, name).Config)
+        found[f"loop.{table}.{key}"] = [{"kind": "choice", "options": tuple(known), "allowed": ", ".join(known)}]
     return found
 
 
@@ -53,7 +60,33 @@ def kind(path: str, *, where: str = "settings") -> str:
     BadInputError
         If no table and no law has such a field.
     """
-    known = _kinds()
+    return str(_known(path, where)[-1]["kind"])
+
+
+def check_value(path: str, value: object, *, where: str = "settings") -> None:
+    """Refuse a value that the field has under no law; what depends on other fields is not looked at.
+
+    Parameters
+    ----------
+    path : str
+    value : object
+    where : str
+        What an error names as the place of the value.
+
+    Raises
+    ------
+    BadInputError
+        Naming field, value and allowed range.
+    """
+    declared = _known(path, where)
+    wrong = [fields.problem(meta, value) for meta in declared]
+    if all(wrong):
+        allowed = " or ".join(dict.fromkeys(str(meta["allowed"]) for meta in declared))
+        raise BadInputError(str(wrong[-1]), where=where, field=full_path(path), value=value, allowed=allowed)
+
+
+def _known(path: str, where: str) -> list[Mapping[str, Any]]:
+    known = _declared()
     name = full_path(path)
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from entropic_ctl.errors import BadInputError
 
-__all__ = ["check", "choice", "flag", "integer", "number", "numbers", "parse", "text"]
+__all__ = ["check", "choice", "flag", "integer", "number", "numbers", "parse", "problem", "text"]
 
 T = TypeVar("T")
 LineOf = Callable[[str], int | None]
@@ -101,7 +101,7 @@ def flag(default: bool, doc: str) -> Any:
     return dataclasses.field(default=default, metadata={"kind": "flag", "allowed": "true or false", "doc": doc})
 
 
-def _problem(meta: Mapping[str, Any], value: object) -> str | None:
+def problem(meta: Mapping[str, Any], value: object) -> str | None:
     """Return what is wrong with ``value`` under ``meta``, or None."""
     kind = meta["kind"]
     if kind == "flag":
@@ -117,8 +117,8 @@ def _problem(meta: Mapping[str, Any], value: object) -> str | None:
             return "not a list of numbers"
         if len(value) > meta["most"]:
             return f"{len(value)} numbers"
-        problems = ((i, _problem({**meta, "kind": "number"}, item)) for i, item in enumerate(value, start=1))
-        return next((f"number {i}: {problem}" for i, problem in problems if problem), None)
+        found = ((i, problem({**meta, "kind": "number"}, item)) for i, item in enumerate(value, start=1))
+        return next((f"number {i}: {wrong}" for i, wrong in found if wrong), None)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "not a number"
     if kind == "integer" and not isinstance(value, int):
@@ -150,10 +150,10 @@ def check(config: Any, *, where: str | None = None, table: str = "", line_of: Li
         if "kind" not in item.metadata:
             continue
         value = getattr(config, item.name)
-        problem = _problem(item.metadata, value)
-        if problem is not None:
+        wrong = problem(item.metadata, value)
+        if wrong is not None:
             raise BadInputError(
-                problem,
+                wrong,
                 where=where or type(config).__name__,
                 line=line_of(item.name) if line_of else None,
                 field=f"{table}.{item.name}" if table else item.name,

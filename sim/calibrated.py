@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import json
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ _REACH = 1.25
 """A sum may exceed the largest seen by this factor (the terms are linear); tokens may not (their table is measured)."""
 _BOUNDED = ("rows", "decode_context", "pruned_context", "prefill_context", "prefill_pairs")
 _NOISE_BLOCK = 4096
+_LARGEST = sys.float_info.max
 
 
 def terms(load: Any, prunes: Any, page_tokens: int) -> tuple[Any, ...]:
@@ -168,9 +170,16 @@ def _bad(where: str, field: str, value: object, allowed: str) -> BadInputError:
 def _number(where: str, field: str, value: Any, *, lowest: float = 0.0, null: bool = False) -> float:
     if value is None and null:
         return math.nan
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < lowest:
+    low = max(lowest, -_LARGEST)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= _LARGEST:
         raise _bad(where, field, value, f"a finite number >= {lowest:g}")
     return float(value)
+
+
+def _whole(where: str, field: str, value: Any, *, lowest: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value < 2**63:
+        raise _bad(where, field, value, f"an integer >= {lowest}")
+    return value
 
 
 def _numbers(where: str, field: str, values: Any, *, null: bool = False) -> tuple[float, ...]:
@@ -223,8 +232,10 @@ def read(path: str | Path) -> Calibration:
         quantiles = _numbers(where, f"{field}.quantiles", r["quantiles"])
         if len(quantiles) < 2 or list(quantiles) != sorted(quantiles):
             raise _bad(where, f"{field}.quantiles", quantiles, "at least two, not decreasing")
-        n = int(_number(where, f"{field}.n", r["n"]))
-        residuals[name] = Residuals(n, _number(where, f"{field}.mean", r["mean"]), quantiles)
+        mean = _number(where, f"{field}.mean", r["mean"])
+        if not (mean > 0.0 and quantiles[-1] > 0.0):
+            raise _bad(where, field, (mean, quantiles[-1]), "a mean and a largest quantile > 0")
+        residuals[name] = Residuals(_whole(where, f"{field}.n", r["n"]), mean, quantiles)
     if not isinstance(v["ranges"], dict) or set(v["ranges"]) != set(StepLoad._fields):
         raise _bad(where, "ranges", v["ranges"], f"the keys {', '.join(StepLoad._fields)}")
     ranges = {}
@@ -233,25 +244,35 @@ def read(path: str | Path) -> Calibration:
         if len(both) != 2 or both[1] < both[0]:
             raise _bad(where, f"ranges.{name}", pair, "[low, high]")
         ranges[name] = (both[0], both[1])
-    laws = _table(where, "laws_s", v["laws_s"])
+    errors = _numbers(where, "table_se", v["table_se"], null=True)
+    if len(errors) != len(knots):
+        raise _bad(where, "table_se", len(errors), f"{len(knots)} numbers, one per knot")
+    linear, laws = _table(where, "terms_s", v["terms_s"], TERMS), _table(where, "laws_s", v["laws_s"])
+    if not any((*table, *linear.values(), *laws.values())):
+        raise _bad(where, "table_s, terms_s, laws_s", 0, "at least one > 0: a step takes time")
+    if not isinstance(v["source"], list) or not all(isinstance(name, str) for name in v["source"]):
+        raise _bad(where, "source", v["source"], "a list of file names")
+    for name in ("device", "versions"):
+        if not isinstance(v[name], dict):
+            raise _bad(where, name, v[name], "a table")
     return Calibration(
         knots=knots,
         table_s=table,
-        table_se=_numbers(where, "table_se", v["table_se"], null=True),
-        terms_s=_table(where, "terms_s", v["terms_s"], TERMS),
+        table_se=errors,
+        terms_s=linear,
         terms_se=_table(where, "terms_se", v["terms_se"], TERMS, null=True),
         laws_s=laws,
         laws_se=_table(where, "laws_se", v["laws_se"], laws, null=True),
         residuals=residuals,
         ranges=ranges,
-        page_tokens=int(_number(where, "page_tokens", v["page_tokens"], lowest=1)),
+        page_tokens=_whole(where, "page_tokens", v["page_tokens"], lowest=1),
         between_s=_number(where, "between_s", v["between_s"]),
-        iterations=int(_number(where, "iterations", v["iterations"], lowest=1)),
-        outliers=int(_number(where, "outliers", v["outliers"])),
+        iterations=_whole(where, "iterations", v["iterations"], lowest=1),
+        outliers=_whole(where, "outliers", v["outliers"]),
         r2=_number(where, "r2", v["r2"], lowest=-math.inf),
-        source=tuple(str(x) for x in v["source"]),
-        device=dict(v["device"]),
-        versions=dict(v["versions"]),
+        source=tuple(v["source"]),
+        device=v["device"],
+        versions=v["versions"],
     )
 
 

@@ -118,8 +118,9 @@ def definition(
 def _held(out: Path) -> dict[str, Any]:
     try:
         held = dict(json.loads((out / MARKER).read_text(encoding="utf-8")))
+        differences(held, {})  # what nests too deeply to be compared is not ours
         return {name: value for name, value in held.items() if name not in ("digest", "files")}
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         raise BadInputError(
             f"the folder is not empty and holds no {MARKER} of ours",
             where="--out",

@@ -16,13 +16,24 @@ import numpy as np
 
 from entropic_ctl.config import RunConfig, from_mapping
 from entropic_ctl.errors import BadInputError
+from entropic_ctl.recording import FORMAT
 from entropic_ctl.replay import ReplayReport, read_events
 from entropic_ctl.signals import FloatArray
 from sim.load import StepLoad, measure
 
 __all__ = ["EngineLog", "read_log", "read_logs"]
 
-_MALFORMED = (LookupError, TypeError, ValueError, AttributeError)
+_MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+_LATEST_S = 1e10
+_REMEDY = "record the run anew"
+_COLUMNS = {
+    "context": ("iu", 0, 2**31 - 1, "integers in [0, 2^31 - 1]"),
+    "n_tokens": ("iu", 1, 2**24, "integers in [1, 2^24]"),
+    "samples": ("b", False, True, "true or false"),
+    "theta_nats": ("iuf", 0.0, np.inf, "numbers >= 0"),
+    "kept_fraction": ("iuf", 0.0, 1.0, "numbers in [0, 1]"),
+}
+"""Of each column of an iteration: kinds of numbers, lowest, highest, and the two in words."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +82,47 @@ def _header(event: Mapping[str, Any], where: str) -> RunConfig:
             value=event.get("event"),
             remedy="record a run with `entropic generate --log FILE`",
         )
+    if event.get("format") != FORMAT:
+        raise BadInputError(
+            "unknown log format",
+            where=where,
+            line=1,
+            field="format",
+            value=event.get("format"),
+            allowed=str(FORMAT),
+            remedy=_REMEDY,
+        )
     try:
         return from_mapping({"engine": event["engine"], "loop": event["loop"]}, where=f"{where}:1")
     except KeyError as error:
         raise BadInputError("malformed header", where=where, line=1, field=str(error.args[0])) from None
 
 
+def _seconds(event: Mapping[str, Any], field: str, since_s: float = 0.0) -> float:
+    value = event[field]
+    if type(value) not in (int, float) or not since_s <= value <= _LATEST_S:
+        allowed = f"seconds in [{since_s:.17g}, {_LATEST_S:g}]; time does not go back"
+        raise BadInputError("not a time", field=field, value=value, allowed=allowed, remedy=_REMEDY)
+    return float(value)
+
+
+def _column(event: Mapping[str, Any], field: str) -> np.ndarray:
+    kinds, low, high, allowed = _COLUMNS[field]
+    values = event[field]
+    found = np.asarray(values)
+    if not isinstance(values, list) or found.ndim != 1 or (found.size and found.dtype.kind not in kinds):
+        bad: object = values
+    elif not (good := (found >= low) & (found <= high)).all():
+        bad = values[int(np.argmin(good))]
+    else:
+        return found
+    raise BadInputError("not a column", field=field, value=bad, allowed=allowed, remedy=_REMEDY)
+
+
 def _load(plan: Mapping[str, Any], result: Mapping[str, Any], protected_tokens: int) -> StepLoad:
-    context, tokens = np.asarray(plan["context"], np.int64), np.asarray(plan["n_tokens"], np.int64)
-    samples, theta = np.asarray(plan["samples"], np.bool_), np.asarray(plan["theta_nats"], np.float64)
-    kept = np.asarray(result["kept_fraction"], np.float64)
+    context, tokens = _column(plan, "context").astype(np.int64), _column(plan, "n_tokens").astype(np.int64)
+    samples, theta = _column(plan, "samples").astype(np.bool_), _column(plan, "theta_nats").astype(np.float64)
+    kept = _column(result, "kept_fraction").astype(np.float64)
     if not context.shape == tokens.shape == samples.shape == theta.shape == kept.shape:
         raise ValueError("columns of different lengths")
     return measure(context, tokens, samples, theta, kept, protected_tokens=protected_tokens)
@@ -117,10 +159,11 @@ def read_log(path: str | Path) -> EngineLog:
     between: list[float] = []
     plan: Mapping[str, Any] | None = None
     end_s: float | None = None
+    latest_s = 0.0
     for number, event in events:
         try:
             if event["event"] == "plan":
-                now_s = float(event["now_s"])
+                now_s = latest_s = _seconds(event, "now_s", latest_s)
                 if end_s is not None and event["ids"]:
                     between[-1] = now_s - end_s
                 plan, end_s = event, None
@@ -128,14 +171,16 @@ def read_log(path: str | Path) -> EngineLog:
                 if plan is None:
                     raise ValueError("a result without a plan")
                 result = event["result"]
-                end_s = float(result["end_s"])
-                lasted = end_s - float(result["start_s"])
+                end_s = latest_s = _seconds(result, "end_s", latest_s)
+                lasted = end_s - _seconds(result, "start_s")
                 if not lasted > 0.0:
                     raise ValueError(f"an iteration of {lasted} s")
                 loads.append(_load(plan, result, protected))
                 seconds.append(lasted)
                 between.append(np.nan)
                 plan = None
+        except BadInputError as error:
+            raise error.inside(where, line=number) from None
         except _MALFORMED as error:
             raise BadInputError(f"malformed event: {error}", where=where, line=number) from None
     if not loads:

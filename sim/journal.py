@@ -63,6 +63,13 @@ def read(path: Path) -> tuple[dict[Key, dict[str, Any]], int]:
     return records, good
 
 
+def _value(value: object) -> bool:
+    """Return True for what a metric may be: a string, null, a boolean, or a number that a table can hold."""
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**63
+    return value is None or isinstance(value, float | str)
+
+
 class Journal:
     """The journal of one folder, open for appending.
 
@@ -84,6 +91,42 @@ class Journal:
         if self._handle.tell() != good:
             self._handle.truncate(good)
         os.fsync(self._handle.fileno())
+
+    def check(self, ids: int, repeats: int) -> None:
+        """Refuse records that no run of a plan with ``ids`` numbers and ``repeats`` repeats can have written.
+
+        Raises
+        ------
+        BadInputError
+            Naming the file and the record.
+        """
+        value: object
+        for (number, repeat), record in self.records.items():
+            kind = "error" if "error" in record else "metrics"
+            found = record.get(kind)
+            fits = (
+                isinstance(found, str)
+                if kind == "error"
+                else isinstance(found, dict) and all(map(_value, found.values()))
+            )
+            if number >= ids or repeat >= repeats:
+                problem, field, value = "a record of no run of this plan", "id, repeat", (number, repeat)
+                allowed = f"id in [0, {ids - 1}], repeat in [0, {repeats - 1}]"
+            elif not isinstance(record.get("set"), dict):
+                problem, field, value, allowed = "damaged record", "set", record.get("set"), "a table of settings"
+            elif not fits or ("metrics" in record and kind == "error"):
+                problem, field, value = "damaged record", kind, found
+                allowed = "a text" if kind == "error" else "a table of numbers, texts and nulls"
+            else:
+                continue
+            raise BadInputError(
+                problem,
+                where=str(self.path),
+                field=f"{field} (record of id {number}, repeat {repeat})",
+                value=value,
+                allowed=allowed,
+                remedy="delete its line: a run of the plan is done again",
+            )
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Put a record (JSON-able, with integers ``id`` and ``repeat``) on disk."""

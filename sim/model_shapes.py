@@ -166,6 +166,7 @@ _FAMILIES = {
     "qwen3_moe": _Family("attention_bias", "attention_bias", qk_norm=True, moe=True, window="flag"),
     "smollm3": _Family("attention_bias", "attention_bias", "mlp_bias", tied=True, window="flag"),
 }
+_MOST_LAYERS = 10**5
 _DTYPES = {"bfloat16": 16, "float16": 16, "float32": 32, "float8_e4m3fn": 8}
 
 
@@ -188,12 +189,11 @@ class _Keys:
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values, self.where = values, where
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, *, least: int = 1, most: int = 10**9) -> int:
         value = self.values.get(key)
         value = default if value is None else value
-        least = 1 if default is None else 0
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 10**9:
-            allowed = f"integers in [{least}, 10^9]"
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            allowed = f"integers in [{least}, {most}]"
             raise BadInputError("not a size", where=self.where, field=key, value=value, allowed=allowed)
         return value
 
@@ -209,16 +209,16 @@ class _Keys:
 
 def _family(keys: _Keys) -> _Family:
     kind = keys.values.get("model_type")
-    if kind not in _FAMILIES:
+    if not isinstance(kind, str) or kind not in _FAMILIES:
         allowed = ", ".join(_FAMILIES)
         raise BadInputError(
             "no shape for this model type", where=keys.where, field="model_type", value=kind, allowed=allowed
         )
-    family = _FAMILIES[str(kind)]
+    family = _FAMILIES[kind]
     if family.window and keys.values.get("sliding_window") is not None:
         window = keys.count("sliding_window")
         active = family.window == "set" or keys.flag("use_sliding_window")
-        if active and window < keys.count("max_position_embeddings", window + 1):
+        if active and window < keys.count("max_position_embeddings", window + 1, least=0):
             raise keys.refuse(
                 "a sliding window is not modelled",
                 "sliding_window",
@@ -234,11 +234,15 @@ def _family(keys: _Keys) -> _Family:
 def _shape(keys: _Keys, name: str) -> ModelShape:
     family = _family(keys)
     layers, width, heads = (
-        keys.count("num_hidden_layers"),
+        keys.count("num_hidden_layers", most=_MOST_LAYERS),
         keys.count("hidden_size"),
         keys.count("num_attention_heads"),
     )
     kv_heads = keys.count("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise keys.refuse(
+            "the query heads cannot share the KV heads equally", "num_key_value_heads", f"allowed: a divisor of {heads}"
+        )
     head_dim = keys.count("head_dim", width // heads)
     vocabulary = keys.count("vocab_size")
 
@@ -257,10 +261,11 @@ def _shape(keys: _Keys, name: str) -> ModelShape:
     if sparse < layers:
         every += (layers - sparse) * mlp(keys.count("intermediate_size"))
     every += sparse * (width * experts + (mlp(shared) + width if shared else 0))
-    dtype = keys.values.get("dtype") or keys.values.get("torch_dtype") or "bfloat16"
-    if dtype not in _DTYPES:
-        raise keys.refuse("unknown dtype", "torch_dtype", f"one of {', '.join(_DTYPES)}")
-    bits = _DTYPES[str(dtype)]
+    key = "torch_dtype" if keys.values.get("dtype") is None else "dtype"
+    dtype = "bfloat16" if keys.values.get(key) is None else keys.values[key]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise keys.refuse("unknown dtype", key, f"one of {', '.join(_DTYPES)}")
+    bits = _DTYPES[dtype]
     return ModelShape(
         name,
         layers,
@@ -289,9 +294,13 @@ def _experts(keys: _Keys, family: _Family, layers: int) -> tuple[int, int, int, 
     if used > experts:
         raise keys.refuse("more experts per token than there are", "num_experts_per_tok", f"at most {experts}")
     inner = keys.count("intermediate_size" if mixtral else "moe_intermediate_size")
-    shared = keys.count("shared_expert_intermediate_size", 0)
-    dense = keys.values.get("mlp_only_layers") or ()
-    every = max(1, keys.count("decoder_sparse_step", 1))
+    shared = keys.count("shared_expert_intermediate_size", 0, least=0)
+    listed = keys.values.get("mlp_only_layers")
+    listed = [] if listed is None else listed
+    if not isinstance(listed, list | tuple) or any(type(i) is not int or i < 0 for i in listed):
+        raise keys.refuse("not a list of layers", "mlp_only_layers", "give a list of integers >= 0")
+    dense = set(listed)
+    every = max(1, keys.count("decoder_sparse_step", 1, least=0))
     sparse = sum(i not in dense and (i + 1) % every == 0 for i in range(layers))
     return sparse, experts, used, inner, shared
 

@@ -19,9 +19,10 @@ from entropic_ctl import config_edit
 from entropic_ctl.errors import BadInputError
 from sim.streams import stream
 
-__all__ = ["Choice", "Dimension", "Range", "parse_choice", "parse_range", "points"]
+__all__ = ["LARGEST", "Choice", "Dimension", "Range", "number_of_points", "parse_choice", "parse_range", "points"]
 
-_LARGEST = 1_000_000
+LARGEST = 1_000_000
+"""Most points, and most runs, of one plan."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,12 @@ def parse_range(text: str, option: str = "--sobol") -> Range:
     return Range(field.strip(), low, high, log=parts[2:] == ["log"])
 
 
+def number_of_points(dimensions: Sequence[Dimension], count: int) -> int:
+    """Return how many points :func:`points` makes."""
+    cells = math.prod(len(d.values) for d in dimensions if isinstance(d, Choice))
+    return cells * (count if any(isinstance(d, Range) for d in dimensions) else 1)
+
+
 def points(dimensions: Sequence[Dimension], count: int, seed: int) -> list[dict[str, Any]]:
     """Return the settings of every point: the product of the choices, times ``count`` Sobol points of the ranges.
 
@@ -178,9 +185,9 @@ def points(dimensions: Sequence[Dimension], count: int, seed: int) -> list[dict[
             raise BadInputError("named twice", where="sweep", field=name, remedy="give each field one list or range")
     if ranges and count < 1:
         raise BadInputError("out of range", where="--points", value=count, allowed=">= 1")
-    total = math.prod(len(c.values) for c in choices) * (count if ranges else 1)
-    if total > _LARGEST:
-        raise BadInputError("too many points", where="sweep", value=total, allowed=f"<= {_LARGEST:,}")
+    total = number_of_points(dimensions, count)
+    if total > LARGEST:
+        raise BadInputError("too many points", where="sweep", value=total, allowed=f"<= {LARGEST:,}")
     inner: list[dict[str, Any]] = [{}]
     if ranges:
         from scipy.stats import qmc

@@ -24,8 +24,9 @@ from entropic_ctl.errors import BadInputError
 from sim import runs
 from sim.campaign import definition, open_folder
 from sim.carry_out import carry_out
+from sim.journal import Journal
 from sim.runs import Certify, Point
-from sim.space import Choice, Dimension, points
+from sim.space import LARGEST, Choice, Dimension, number_of_points, points
 from sim.streams import repeat_seeds
 from sim.workers import Pool
 
@@ -174,6 +175,15 @@ def sweep(
     """
     if repeats < 1:
         raise BadInputError("out of range", where="--repeats", value=repeats, allowed=">= 1")
+    if (total := number_of_points(dimensions, count) * repeats) > LARGEST:
+        raise BadInputError(
+            "too many runs",
+            where="sweep",
+            field="points x repeats",
+            value=total,
+            allowed=f"<= {LARGEST:,}",
+            remedy="lower --points or --repeats, or split the grid into several folders",
+        )
     planned = plan(config, dimensions, count)
     about = definition(
         "sweep",
@@ -190,7 +200,8 @@ def sweep(
         (point.config for point in planned if point.config is not None),
     )
     with open_folder(out, about, resume=resume) as campaign:
-        total, already = len(planned) * repeats, len(campaign.journal.records)
+        _check(campaign.journal, planned, repeats)
+        already = len(campaign.journal.records)
         if already < total:
             with pool:
                 carry_out(
@@ -208,6 +219,21 @@ def sweep(
                 results.write_table(campaign.out / f"{name}.{suffix}", columns, stamp)
         campaign.seal()
     return found
+
+
+def _check(journal: Journal, planned: Sequence[Point], repeats: int) -> None:
+    """Refuse a journal that this plan cannot have written."""
+    journal.check(len(planned), repeats)
+    for (number, repeat), record in journal.records.items():
+        if record["set"] != results.plain(dict(planned[number].settings)):
+            raise BadInputError(
+                "a record of other settings than the plan's",
+                where=str(journal.path),
+                field=f"set (record of id {number}, repeat {repeat})",
+                value=record["set"],
+                allowed=str(dict(planned[number].settings)),
+                remedy="delete its line: the run is done again",
+            )
 
 
 def _tables(

@@ -9,7 +9,6 @@ counted.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NoReturn
 
@@ -66,7 +65,7 @@ def _row(raw: bytes, where: str, line: int) -> Row:
         what = "missing key" if missing else "unknown key"
         refuse(what, ", ".join(missing or strange), sorted(values), shown)
     time, prompt, output, ids = (values[key] for key in KEYS)
-    if type(time) not in (int, float) or not math.isfinite(time) or not 0 <= time <= _LATEST_MS:
+    if type(time) not in (int, float) or not 0 <= time <= _LATEST_MS:
         refuse("not a time", KEYS[0], time, f"milliseconds in [0, {_LATEST_MS:g}]")
     if type(prompt) is not int or not 1 <= prompt <= MAX_TOKENS:
         refuse("not a number of tokens", KEYS[1], prompt, TOKENS_ALLOWED)

@@ -51,6 +51,7 @@ def _open(path: str | Path) -> Any:
     names = set(file.schema_arrow.names)
     allowed = f"{', '.join(_NEEDED)}, and perhaps {', '.join(_OPTIONAL)}"
     for problem, wrong in (
+        ("column twice", sorted(name for name in names if file.schema_arrow.names.count(name) > 1)),
         ("column missing", [name for name in _NEEDED if name not in names]),
         ("unknown column", sorted(names - {*_NEEDED, *_OPTIONAL})),
     ):
@@ -170,6 +171,8 @@ def _column(values: Any, name: str, where: str, row: int) -> Any:
         return lists
     low, high, allowed = _RANGES[name]
     array = values.to_numpy(zero_copy_only=False)
+    if name == "arrival_s":
+        array = array.astype(np.float64, copy=False)
     good = (array >= low) & (array <= high)
     if not good.all():
         i = int(np.argmin(good))

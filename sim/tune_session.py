@@ -23,9 +23,9 @@ from sim import tune as tuner
 from sim.campaign import Campaign, definition, open_folder
 from sim.intervals import Interval, mean_interval
 from sim.runs import Certify
-from sim.space import Choice, Dimension, parse_choice, parse_range
+from sim.space import LARGEST, Choice, Dimension, parse_choice, parse_range
 from sim.sweep import rows
-from sim.tune_space import GAIN, default_space
+from sim.tune_space import GAIN, check_space, default_space
 from sim.tune_trials import Judged, TuneResult, pareto
 from sim.workers import Pool
 
@@ -157,11 +157,24 @@ def tune(
     """
     goals = objectives.named(options.objectives)
     stages = spaces(config, options, gain_limit, theta_top)
+    for space in stages.values():
+        check_space(config, space, gain_limit if np.isfinite(gain_limit) else None)
     plan = {**dataclasses.asdict(options), "space": _described(stages), "optuna": importlib.metadata.version("optuna")}
     tried = [value for text in options.choices for value in parse_choice(text, "--choice").values]
     about = definition("tune", config, plan, tried=tried)
+    fresh = max(options.repeats, 4)
     total = (options.trials + 2) * options.repeats  # the last two: the held-out comparison
+    if total > LARGEST:
+        raise BadInputError(
+            "too many runs",
+            where="tune",
+            field="(trials + 2) x repeats",
+            value=total,
+            allowed=f"<= {LARGEST:,}",
+            remedy="lower --trials or --repeats",
+        )
     with open_folder(out, about, resume=resume) as campaign, pool:
+        campaign.journal.check(options.trials, options.repeats + fresh)
 
         def told(done: int, trials: int, best: float) -> None:
             if report is not None:
@@ -184,7 +197,6 @@ def tune(
         )
         if report is not None:
             report("the choice on fresh seeds", options.trials * options.repeats / total)
-        fresh = max(options.repeats, 4)
         judged = tuner.held_out(
             config,
             found,

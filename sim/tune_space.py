@@ -96,7 +96,16 @@ def check_space(config: RunConfig, space: Sequence[Dimension], gain_limit: float
         if fields.count(dimension.field) > 1:
             raise BadInputError("named twice", where="tune", field=dimension.field)
         config_edit.kind(dimension.field, where="tune")
+        if dimension.field == "seed":
+            raise BadInputError(
+                "the seed is not tuned: all trials share theirs",
+                where="tune",
+                field="seed",
+                remedy="pass --seed, or more --repeats",
+            )
         if isinstance(dimension, Choice):
+            for value in dimension.values:
+                config_edit.check_value(dimension.field, value, where="tune")
             continue
         if not dimension.only and config_edit.value_of(config, dimension.field) is None:
             raise BadInputError(
@@ -107,17 +116,19 @@ def check_space(config: RunConfig, space: Sequence[Dimension], gain_limit: float
             )
         if GAIN in dimension.also:
             raise BadInputError("a certified gain is tuned by itself", where="tune", field=GAIN)
-        if dimension.field == GAIN and gain_limit is not None:
-            low, high = dimension.low, dimension.high
-            if not 0 < low <= high < gain_limit:
-                raise BadInputError(
-                    "range leaves the certified gains",
-                    where="tune",
-                    field=GAIN,
-                    value=(low, high),
-                    allowed=f"inside (0, {gain_limit:.6g})",
-                    remedy="narrow the range",
-                )
+        certified = gain_limit is None or 0 < dimension.low <= dimension.high < gain_limit
+        if dimension.field == GAIN and not certified:
+            raise BadInputError(
+                "range leaves the certified gains",
+                where="tune",
+                field=GAIN,
+                value=(dimension.low, dimension.high),
+                allowed=f"inside (0, {gain_limit:.6g})",
+                remedy="narrow the range",
+            )
+        low, high = (math.ceil, math.floor) if dimension.integer else (float, float)
+        for end in (low(dimension.low), high(dimension.high)):
+            config_edit.check_value(dimension.field, end, where="tune")
         for path in dimension.also:
             present = config_edit.value_of(config, dimension.field)
             if not present or present <= 0:

@@ -542,6 +542,15 @@ def test_ctrl_c_exits_130_and_says_where_the_rest_is(config: Any, tmp_path: Path
     assert (tmp_path / "res.partial" / "run.json").is_file()
 
 
+def test_ctrl_c_during_imports_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    command = [sys.executable, "-m", "entropic_ctl", "--help"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "entropic: interrupted\n")
+
+
 # -- the live view ----------------------------------------------------------------------------------------------------
 
 

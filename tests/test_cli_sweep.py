@@ -111,6 +111,10 @@ def test_tune_refuses_gains_nothing_certifies(config: Path, tmp_path: Path) -> N
     status, _, err = entropic("tune", config, *wide)
     assert status == 2
     assert "range leaves the certified gains" in err
+    for option in (("--choice", "loop.scheduling.policy=fcfs,zzz"), ("--range", "seed=1:2")):
+        status, _, err = entropic("tune", config, "--out", tmp_path / "t", *option)
+        assert (status, err.count("\n")) == (2, 1), err
+    assert not (tmp_path / "t").exists()
     for bad in (("--objectives", "speed"), ("--law", "tempo"), ("--weight", "latency"), ("--sampler", "grid")):
         assert entropic("tune", config, "--trials", 2, "--workers", 1, "--out", tmp_path / bad[0], *bad)[0] == 2
 

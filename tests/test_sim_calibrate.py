@@ -115,7 +115,7 @@ def test_too_short_a_log_and_one_without_the_reference_law_are_refused(tmp_path:
 
 def test_the_command_writes_what_the_simulator_reads(logs: list[Path], tmp_path: Path) -> None:
     status, out, err = entropic("calibrate", *logs, "--out", tmp_path / "c.json", "--json", tmp_path / "n.json")
-    assert (status, err) == (0, "")
+    assert status == 0, err  # a slow machine shows progress there
     assert "dense_context" in out
     assert calibrated.read(tmp_path / "c.json").iterations == 2300
     assert json.loads((tmp_path / "n.json").read_text())["calibration"]["iterations"] == 2300
@@ -124,7 +124,7 @@ def test_the_command_writes_what_the_simulator_reads(logs: list[Path], tmp_path:
         f'[cost]\ncalibrated = "{tmp_path / "c.json"}"\n'
     )
     status, _, err = entropic("simulate", tmp_path / "run.toml", "--json", tmp_path / "s.json")
-    assert (status, err) == (0, "")
+    assert status == 0, err  # a slow machine shows progress there
     assert json.loads((tmp_path / "s.json").read_text())["summary"]["tpot_mean_s"] > 0.02
 
 
@@ -142,6 +142,25 @@ def test_files_read_back_and_broken_ones_name_the_field(found: calibrated.Calibr
         ({"residuals": {}}, ["residuals"]),
         ({"ranges": dict(values["ranges"], tokens=[5, 1])}, ["ranges.tokens"]),
         ({"between_s": None}, ["between_s"]),
+        ({"between_s": 10**400}, ["between_s", "finite"]),
+        ({"r2": -math.inf}, ["r2", "finite"]),
+        ({"source": 5}, ["source", "got 5"]),
+        ({"device": None}, ["device", "None"]),
+        ({"device": [1]}, ["device", "[1]"]),
+        ({"device": "ab"}, ["device", "'ab'"]),
+        ({"versions": 5}, ["versions", "got 5"]),
+        ({"table_se": [0.1]}, ["table_se", "got 1", "one per knot"]),
+        ({"page_tokens": 16.7}, ["page_tokens", "16.7", "integer"]),
+        ({"iterations": 1.5}, ["iterations", "1.5", "integer"]),
+        (
+            {name: dict.fromkeys(values[name], 0) for name in ("terms_s", "laws_s")}
+            | {"table_s": [0] * len(values["table_s"])},
+            ["table_s, terms_s, laws_s", "> 0"],
+        ),
+        (
+            {"residuals": {k: {"n": 1, "mean": 0, "quantiles": [0, 0]} for k in values["residuals"]}},
+            ["residuals.decode", "> 0"],
+        ),
     ):
         path.write_text(json.dumps(values | change))
         with pytest.raises(BadInputError) as error:

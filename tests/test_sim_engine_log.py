@@ -77,6 +77,42 @@ def test_columns_of_different_lengths_are_refused(tmp_path: Path) -> None:
         read_log(path)
 
 
+@pytest.mark.parametrize(
+    ("line", "field", "value", "words"),
+    [
+        (1, "format", 99, ["format", "got 99", "allowed: 1"]),
+        (2, "context", 10**30, ["a.jsonl:3", "context", "2^31 - 1"]),
+        (2, "context", -5, ["a.jsonl:3", "context", "got -5"]),
+        (2, "context", 1.5, ["a.jsonl:3", "context", "integers"]),
+        (2, "n_tokens", -1, ["a.jsonl:3", "n_tokens", "got -1"]),
+        (2, "theta_nats", float("nan"), ["a.jsonl:3", "theta_nats", "nan"]),
+        (2, "samples", "yes", ["a.jsonl:3", "samples", "true or false"]),
+        (2, "now_s", float("nan"), ["a.jsonl:2", "now_s", "nan"]),
+        (4, "now_s", 0.001, ["a.jsonl:4", "now_s", "0.001", "does not go back"]),
+        (3, "end_s", 1e308, ["a.jsonl:3", "end_s", "1e+308"]),
+        (3, "end_s", float("inf"), ["a.jsonl:3", "end_s", "inf"]),
+        (3, "start_s", "0", ["a.jsonl:3", "start_s", "'0'"]),
+        (3, "kept_fraction", float("nan"), ["a.jsonl:3", "kept_fraction", "[0, 1]"]),
+        (3, "kept_fraction", 1.5, ["a.jsonl:3", "kept_fraction", "got 1.5"]),
+    ],
+)
+def test_values_out_of_range_are_refused_by_name(
+    line: int, field: str, value: object, words: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "a.jsonl"
+    write_log(path, lambda _: 0.01, steps=3)
+    lines = path.read_text().splitlines()
+    event = json.loads(lines[line - 1])
+    place = event["result"] if event["event"] == "observe" else event
+    place[field] = [value, *place[field][1:]] if isinstance(place[field], list) else value
+    lines[line - 1] = json.dumps(event)
+    path.write_text("".join(text + "\n" for text in lines))
+    with pytest.raises(BadInputError) as error:
+        read_log(path)
+    for word in words:
+        assert word in str(error.value)
+
+
 def test_logs_of_different_page_sizes_do_not_mix(tmp_path: Path) -> None:
     write_log(tmp_path / "a.jsonl", lambda _: 0.01, steps=3)
     text = (tmp_path / "a.jsonl").read_text()

@@ -196,6 +196,45 @@ def test_a_typo_fails_before_anything_is_made(config: configs.RunConfig, tmp_pat
     assert not (tmp_path / "s").exists()
 
 
+def test_too_many_runs_are_refused_at_once(config: configs.RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(BadInputError, match=r"points x repeats: too many runs \(got 20000000\).*1,000,000"):
+        sweep(config, [POLICY], tmp_path / "s", Inline(runs.run), repeats=10**7)
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        ({"id": 99}, ["id, repeat", "(99, 0)", "id in [0, 1]"]),
+        ({"repeat": 7}, ["id, repeat", "(1, 7)", "repeat in [0, 0]"]),
+        ({"metrics": 5}, ["metrics", "got 5", "a table"]),
+        ({"metrics": {"x": [1]}}, ["metrics", "a table of numbers"]),
+        ({"metrics": {"x": 10**400}}, ["metrics", "a table of numbers"]),
+        ({"error": 5}, ["error", "got 5", "a text"]),
+        ({"set": 5}, ["set", "got 5"]),
+        ({"set": {"loop.scheduling.policy": "fcfs"}}, ["set", "other settings", "entropic"]),
+    ],
+)
+def test_an_edited_journal_is_refused_by_record(
+    config: configs.RunConfig, tmp_path: Path, edit: dict[str, Any], words: list[str]
+) -> None:
+    sweep(config, [POLICY], tmp_path / "s", Inline(runs.run))
+    journal = tmp_path / "s" / JOURNAL
+    first, second = journal.read_text().splitlines()
+    journal.write_text(first + "\n" + json.dumps(json.loads(second) | edit) + "\n")
+    with pytest.raises(BadInputError) as caught:
+        sweep(config, [POLICY], tmp_path / "s", Inline(runs.run), resume=True)
+    for word in (str(journal), *words):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("nested", ["[" * 200_000, '{"a":' * 900 + "1" + "}" * 900, '{"a":' * 5000 + "1" + "}" * 5000])
+def test_a_deeply_nested_marker_is_not_ours(config: configs.RunConfig, tmp_path: Path, nested: str) -> None:
+    (tmp_path / "run.json").write_text(nested)
+    with pytest.raises(BadInputError, match="--out"):
+        sweep(config, [POLICY], tmp_path, Inline(runs.run), resume=True)
+
+
 def test_a_crash_names_the_point_and_resume_tries_it_again(config: configs.RunConfig, tmp_path: Path) -> None:
     out = tmp_path / "s"
     with pytest.raises(CrashedError, match=r"point 2 \(.*policy = entropic.*SIGKILL.*--resume"):

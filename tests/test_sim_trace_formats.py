@@ -165,6 +165,8 @@ def test_s12_a_repeated_prompt_keeps_one_token_to_compute(tmp_path: Path) -> Non
         (row(5, [1], timestamp="1"), ["timestamp"]),
         (row(5, [1], timestamp=float("nan")), ["timestamp"]),
         (row(5, [1], timestamp=True), ["timestamp"]),
+        (row(5, [1], timestamp=10**400), ["timestamp", "not a time"]),
+        (row(5, [1], timestamp=float("inf")), ["timestamp", "inf"]),
         (row(0, []), ["input_length", "[1, 9999999]"]),
         (row(10**18, []), ["input_length"]),
         (row(5, [1], output_length=-3), ["output_length", "-3"]),
@@ -274,6 +276,21 @@ def test_parquet_clients_and_skipped_rows(tmp_path: Path) -> None:
 )
 def test_bad_parquet_names_column_and_row(tmp_path: Path, columns: dict[str, Any], needles: list[str]) -> None:
     refused(table(tmp_path, **columns), *needles)
+
+
+def test_a_parquet_column_may_stand_once(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    whole = parquet.read_table(table(tmp_path))
+    parquet.write_table(whole.append_column("arrival_s", pa.array([0.0, 1.0, 2.0])), tmp_path / "t.parquet")
+    refused(tmp_path / "t.parquet", "column twice", "arrival_s")
+
+
+def test_half_precision_times_are_read(tmp_path: Path) -> None:
+    times = np.array([0.0, 1.5, 0.5], np.float16)
+    assert read_trace(table(tmp_path, arrival_s=times), "parquet").arrival_s.tolist() == [0.0, 1.5]
+    refused(table(tmp_path, arrival_s=np.array([0.0, np.inf, 1.0], np.float16)), "arrival_s (row 2)", "inf")
 
 
 def test_parquet_that_is_cut_short_or_is_none(tmp_path: Path) -> None:

@@ -188,6 +188,22 @@ def test_bad_ranges_are_refused_before_anything_runs(gain: Range, needle: str) -
         tune(CONFIG, [gain], gain_limit=0.0717, bank=BANK)
 
 
+@pytest.mark.parametrize(
+    ("dimension", "needle"),
+    [
+        (Choice("scheduling.policy", ("fcfs", "zzz")), r"loop\.scheduling\.policy.*got 'zzz'.*fcfs"),
+        (Choice("scheduling.policy", ([],)), r"loop\.scheduling\.policy: not a string"),
+        (Choice("engine.max_batch", (4, "many")), r"engine\.max_batch.*got 'many'.*\[1, 65536\]"),
+        (Choice("seed", (1, 2)), "seed is not tuned"),
+        (Range("seed", 1, 2), "seed is not tuned"),
+        (Range("engine.max_batch", 0, 4), r"engine\.max_batch.*got 0.*\[1, 65536\]"),
+    ],
+)
+def test_values_no_configuration_has_are_refused_before_anything_runs(dimension: Choice | Range, needle: str) -> None:
+    with pytest.raises(BadInputError, match=needle):
+        tune(CONFIG, [dimension], bank=BANK)
+
+
 def test_bad_options() -> None:
     with pytest.raises(BadInputError, match="empty range"):
         Range("temperature.gain", 0.2, 0.1)
