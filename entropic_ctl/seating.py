@@ -160,5 +160,4 @@ class Seating:
         s.prefilled[slot] = max(int(s.prefilled[slot]), min(int(s.cached[slot]), int(s.prompt[slot])))
         s.cached[slot] = s.protected_until[slot] = 0
         s.owed[slot] = False
-        s.preemptions[slot] += 1
         self.preempted.append(slot)

@@ -42,7 +42,6 @@ class SlotTable:
         self.last_run = np.zeros(n, np.int64)
         self.protected_until = np.zeros(n, np.int64)
         self.owed = np.zeros(n, np.bool_)  # got a protected seat and has not produced a token on it yet
-        self.preemptions = np.zeros(n, np.int64)
         self.greedy = np.zeros(n, np.bool_)
         self.cut = np.zeros(n, np.bool_)
         self.live: IntArray = np.empty(0, np.int64)  # slots in arrival order
@@ -67,7 +66,7 @@ class SlotTable:
             self.limit[slot], self.stop_at[slot] = limit, request.prompt_tokens + limit
             self.cut[slot], self.greedy[slot] = limit < request.max_new_tokens, request.greedy
             self.client[slot], self.expected[slot] = request.client, request.expected_tokens
-            self.cached[slot] = self.protected_until[slot] = self.preemptions[slot] = self.prefilled[slot] = 0
+            self.cached[slot] = self.protected_until[slot] = self.prefilled[slot] = 0
             self.last_run[slot], self.owed[slot] = step - 1, False
             self.slot_of[request.id] = slot
             if self._engine.prefix_caching and request.prefix_hashes:
@@ -142,12 +141,6 @@ class PageTable:
         log = np.empty((pages.shape[0], 3), np.int32)
         log[:, 0], log[:, 1], log[:, 2] = slots, index, pages
         self._new.append(log)
-
-    def grow_one(self, slots: IntArray) -> None:
-        """Append one new page to each of these distinct slots."""
-        index = self.count[slots]
-        self._put(slots, index, self.pool.allocate(slots.shape[0]))
-        self.count[slots] = index + 1
 
     def grow(self, slots: IntArray, counts: IntArray) -> None:
         """Append ``counts[i]`` new pages to slot ``slots[i]`` (distinct slots)."""

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from entropic_ctl.signals import Finish, FinishReason, FloatArray, LogitView, StepPlan, StepResult, Tempered
+from entropic_ctl.signals import Finish, FinishReason, FloatArray, IntArray, LogitView, StepPlan, StepResult, Tempered
 from sim.clock import Clock
 from sim.cost import CostModel, StepCost
-from sim.load import measure, total
+from sim.load import StepLoad, measure, total
 from sim.speculation import Speculation
 from sim.trajectories import Trajectories
 
@@ -82,10 +82,7 @@ class StepModel:
         drafts = self.speculation
         if drafts is not None and (drafts.drafter is not None or plan.n_draft.any()):  # a drafter has its own prefill
             return self._verify(plan, temper, clock, pruned, drafts)
-        load = measure(
-            plan.context, plan.n_tokens, samples, plan.theta_nats, kept, protected_tokens=self.protected_tokens,
-            longest_tokens=self._longest_tokens,
-        )  # fmt: skip
+        load = self._load(plan, plan.n_tokens, kept)
         charge = self.cost.step(load)
         start_s = clock.now_s
         end_s = clock.advance(charge.seconds)
@@ -155,7 +152,7 @@ class StepModel:
         drafted = np.zeros(plan.n_rows, np.int64)
         drafted[samples] = outcome.drafted
         tokens = plan.n_tokens - plan.n_draft + drafted
-        load = measure(plan.context, tokens, samples, plan.theta_nats, kept, protected_tokens=self.protected_tokens)
+        load = self._load(plan, tokens, kept)
         charge = self.cost.step(load._replace(sampling=load.sampling + int(drafted.sum())))
         charge = StepCost(*(a + b for a, b in zip(charge, speculation.cost(plan, drafted), strict=True)))
         start_s, yes = clock.now_s, outcome.accepted
@@ -180,6 +177,13 @@ class StepModel:
             tuple(Finish(int(i), FinishReason.EOS) for i in ids[yes & last]),
             charge.energy_j,
         )
+
+    def _load(self, plan: StepPlan, tokens: IntArray, kept: FloatArray) -> StepLoad:
+        """Return what a plan that computes ``tokens`` per row asks of the machine."""
+        return measure(
+            plan.context, tokens, plan.samples, plan.theta_nats, kept, protected_tokens=self.protected_tokens,
+            longest_tokens=self._longest_tokens,
+        )  # fmt: skip
 
     def _prune(self, plan: StepPlan) -> _Pruned:
         """Return per row: kept share, mass bounds (mean, max), certificate in nats, entropy shift (None: nobody's)."""
