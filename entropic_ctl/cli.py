@@ -24,6 +24,7 @@ from entropic_ctl import (
     cli_cluster,
     cli_entropy,
     cli_identify,
+    cli_proofs,
     cli_sweep,
     cli_validate,
     cli_workload,
@@ -241,46 +242,6 @@ def generate(
 
 
 @app.command()
-def prove(
-    config: Config,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Certificate to write (JSON).")],
-    vocab: Annotated[
-        int | None, typer.Option("--vocab", min=2, help="Vocabulary size; that of the config's entropy bank if absent.")
-    ] = None,
-    json_file: Json = None,
-) -> None:
-    """Look for a proof that the config's temperature loop is stable, and write it as a certificate.
-
-    Exit 0 if proved, 1 if refuted or unknown.
-
-    Example: `entropic prove run.toml --out cert.json`
-    """
-    from entropic_ctl import cli_run
-
-    raise typer.Exit(cli_run.prove(config, out=out, vocab=vocab, json_file=json_file))
-
-
-@app.command()
-def check(
-    certificate: Annotated[Path, typer.Argument(metavar="CERTIFICATE", help="Certificate file (JSON).")],
-    config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="The config it must be about; its own if absent.")
-    ] = None,
-    vocab: Annotated[int | None, typer.Option("--vocab", min=2, help="Vocabulary size it must be about.")] = None,
-    json_file: Json = None,
-) -> None:
-    """Check a certificate independently of whatever made it.
-
-    Exit 0 if it proves its claim (for CONFIG, when given), 1 if it does not, 2 if it is not a certificate.
-
-    Example: `entropic check cert.json run.toml`
-    """
-    from entropic_ctl import cli_run
-
-    raise typer.Exit(cli_run.check(certificate, config, vocab=vocab, json_file=json_file))
-
-
-@app.command()
 def replay(
     log: Annotated[Path, typer.Argument(metavar="LOG", help="File written by `entropic generate --log`.")],
     tolerance: Annotated[float, typer.Option("--tolerance", min=0.0, help="Largest absolute difference of T.")] = 1e-9,
@@ -369,6 +330,7 @@ def bench_certificate(
 cli_cluster.register(app)
 cli_entropy.register(app)
 cli_identify.register(app)
+cli_proofs.register(app)
 cli_sweep.register(app)
 cli_validate.register(app)
 cli_workload.register(app)

@@ -203,7 +203,7 @@ def _claims(run: RunConfig, vocab: int) -> Any:
     sharp = cli_run.need("sim.stability", "sim").Sharpest(vocab, best.logit, best.entropy_nats, float(best.lower))
     return cli_run.need("sim.stability_report", "sim").Claims(
         sharp,
-        checker.check(search.prove(run, vocab), run, vocab),
+        search.certify(run, vocab),
         {lag: checker.gain_ceiling(vocab, lag, best.bracket()) for lag in (0, 1)},
     )
 

@@ -24,14 +24,12 @@ __all__ = [
     "bench_engine",
     "bench_sim",
     "certify",
-    "check",
     "demo",
     "fetch",
     "load_config",
     "load_model",
     "need",
     "placed",
-    "prove",
     "recorder",
     "replay",
     "repro",
@@ -116,11 +114,11 @@ def certify(config: RunConfig, vocab_size: int, certificate: Path | None, *, unc
     given = certificates.read_certificate(certificate) if certificate is not None else None
     if given is None and (uncertified or not law.integral_action):
         return None
-    checker = need("proofs.check", "proofs")
     if given is None:
-        given = need("proofs.search", "proofs").prove(config, vocab_size)
+        verdict: Verdict = need("proofs.search", "proofs").certify(config, vocab_size)
+        return verdict
     with placed(certificate):
-        verdict: Verdict = checker.check(given, config, vocab_size)
+        verdict = need("proofs.check", "proofs").check(given, config, vocab_size).verdict
     return verdict
 
 
@@ -301,56 +299,6 @@ def _by_replica(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name in summaries[0]
     }
     return {"replica": numpy.arange(len(summaries)), **columns}
-
-
-def _tell(verdict: Verdict, json_file: Path | None, config: RunConfig) -> int:
-    """Print a verdict, write it, and return the exit status."""
-    limit = f"\nlargest certified gain: below {verdict.limit:.6g}" if verdict.limit == verdict.limit else ""
-    colour = {"proved": "green", "refuted": "red"}.get(verdict.status, "yellow")
-    values = dataclasses.asdict(verdict)
-    values["limit"] = values["limit"] if values["limit"] == values["limit"] else None
-    write_json(json_file, {"verdict": values}, config)
-    screen = console(soft_wrap=True)
-    screen.print(f"{verdict.status}: {verdict.theorem}", style=colour)
-    screen.print(f"{verdict.reason}{limit}")
-    return 0 if verdict.status == "proved" else 1
-
-
-def prove(config_file: Path, *, out: Path, vocab: int | None, json_file: Path | None) -> int:
-    """Search a proof, write it, check it."""
-    config = load_config(config_file)
-    cli_output.check_file(out, "--out", config_file, *configs.inputs_of(config))
-    cli_output.check_file(json_file, "--json", out, config_file, *configs.inputs_of(config))
-    vocab = vocab if vocab is not None else bank_vocabulary(config)
-    certificate = need("proofs.search", "proofs").prove(config, vocab)
-    need("entropic_ctl.results", "sim").write_json(out, certificate)
-    verdict = need("proofs.check", "proofs").check(certificates.read_certificate(out), config, vocab)
-    return _tell(verdict, json_file, config)
-
-
-def check(certificate: Path, config_file: Path | None, *, vocab: int | None, json_file: Path | None) -> int:
-    """Check a certificate, against a config if one is given, else against the law written in it."""
-    cli_output.check_file(json_file, "--json", certificate, config_file)
-    values = certificates.read_certificate(certificate)
-    try:
-        own = configs.from_mapping(
-            {
-                "engine": {"observation_lag": values["observation_lag"]},
-                "loop": {"temperature": {"law": values["law"], **values["parameters"]}},
-            },
-            where=str(certificate),
-        )
-        size = values["vocab_size"] if vocab is None else vocab
-    except (KeyError, TypeError) as error:
-        raise BadInputError(
-            f"not a gain certificate: {error} missing or malformed",
-            where=str(certificate),
-            remedy="make one with `entropic prove`",
-        ) from None
-    config = own if config_file is None else load_config(config_file)
-    with placed(certificate):
-        verdict = need("proofs.check", "proofs").check(values, config, size)
-    return _tell(verdict, json_file, config)
 
 
 def replay(log: Path, *, tolerance: float, json_file: Path | None) -> int:

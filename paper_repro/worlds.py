@@ -80,23 +80,17 @@ class Certifier:
 
     def __init__(self, config: RunConfig, vocab_size: int) -> None:
         self._config, self.vocab_size = config, vocab_size
-        self._known: dict[str, tuple[Mapping[str, Any], Verdict]] = {}
+        self._known: dict[str, Verdict] = {}
 
-    def both(self, loop: LoopConfig) -> tuple[Mapping[str, Any], Verdict]:
-        """Return (certificate, verdict of the independent checker)."""
-        from proofs import check, search
+    def verdict(self, loop: LoopConfig) -> Verdict:
+        """Return the checked verdict."""
+        from proofs import search
 
         lag = self._config.engine.observation_lag
         key = micro_digest(loop.temperature, lag, self.vocab_size)
         if key not in self._known:
-            config = with_loop(self._config, loop)
-            certificate = search.prove(config, self.vocab_size)
-            self._known[key] = certificate, check.check(certificate, config, self.vocab_size)
+            self._known[key] = search.certify(with_loop(self._config, loop), self.vocab_size)
         return self._known[key]
-
-    def verdict(self, loop: LoopConfig) -> Verdict:
-        """Return the checked verdict."""
-        return self.both(loop)[1]
 
 
 class Simulation:

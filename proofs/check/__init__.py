@@ -1,0 +1,230 @@
+r"""The trusted checker: which theorems of the proof book hold for a config, decided from the config alone.
+
+Nothing is believed. Every inequality is rebuilt from the *config* (and the stated assumptions) in exact rationals, with
+logarithms and exponentials enclosed by :mod:`proofs.enclosures`; the certificate contributes only hints, which are
+verified before use. Then the whole document is rebuilt and must be equal to the one given, value by value and type by
+type, so no edit that changes its meaning survives. Nothing of ``proofs.search`` is imported.
+
+One module per group of theorems, each with ``claims(subject, hints)``; the proof book is ``proofs/README.md``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from entropic_ctl import fields
+from entropic_ctl.certificates import Verdict, micro_digest
+from entropic_ctl.config import RunConfig, digest
+from entropic_ctl.errors import BadInputError
+from proofs.check import (
+    changing,
+    coupled,
+    delay,
+    dwell,
+    gain,
+    interleavings,
+    pruning,
+    scheduling,
+    solver,
+    target,
+    topk,
+    wrong_sign,
+)
+from proofs.check.base import Assumptions, Claim, Hints, Subject, refuse
+from proofs.check.gain import gain_ceiling, v_max_bounds
+
+__all__ = [
+    "KIND",
+    "SCHEMA",
+    "Assumptions",
+    "Checked",
+    "Claim",
+    "Hints",
+    "Subject",
+    "check",
+    "document",
+    "gain_ceiling",
+    "judge",
+    "v_max_bounds",
+    "verdict",
+]
+
+KIND, SCHEMA = "entropic-ctl", 2
+
+THEOREMS: tuple[Callable[[Subject, Hints], list[Claim]], ...] = (
+    gain.claims,
+    delay.claims,
+    target.claims,
+    wrong_sign.claims,
+    changing.claims,
+    solver.claims,
+    topk.claims,
+    pruning.claims,
+    dwell.claims,
+    scheduling.claims,
+    coupled.claims,
+    interleavings.claims,
+)
+"""The gain first, because a run depends on it; the expensive ones last."""
+
+_HEX = re.compile(r"[0-9a-f]{64}")
+_GATES = ("gain-lag-0", "gain-lag-1", "gain-at-target", "stateless", "pinned")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a certificate soundly says.
+
+    Parameters
+    ----------
+    claims : tuple of Claim
+        Every theorem, decided.
+    verdict : Verdict
+        The word on the temperature loop, which a run depends on.
+    """
+
+    claims: tuple[Claim, ...]
+    verdict: Verdict
+
+
+def judge(subject: Subject, hints: Hints, *, only: int | None = None) -> tuple[Claim, ...]:
+    """Decide every theorem for a subject (the first ``only`` groups of them).
+
+    Raises
+    ------
+    BadInputError
+        If a hint is not what a theorem needs, or no theorem reads it.
+    """
+    found = tuple(claim for decide in THEOREMS[:only] for claim in decide(subject, hints))
+    if only is None and (extra := hints.unread()):
+        raise refuse("hints." + ", ".join(sorted(extra)), "no theorem reads it")
+    return found
+
+
+def verdict(subject: Subject, claims: tuple[Claim, ...]) -> Verdict:
+    """Return the word on the temperature loop."""
+    gate = next(claim for claim in claims if claim.theorem in _GATES)
+    engine = subject.config.engine
+    limit = gate.numbers.get("limit")
+    return Verdict(
+        status=gate.status,
+        theorem=gate.theorem,
+        subject=micro_digest(subject.config.loop.temperature, engine.observation_lag, subject.vocab_size),
+        limit=math.nan if limit is None else limit,
+        reason=gate.reason,
+    )
+
+
+def document(subject: Subject, hints: Hints, claims: tuple[Claim, ...]) -> dict[str, Any]:
+    """Lay out a certificate (JSON-able, without ``provenance``)."""
+    about = subject.describe()
+    return {
+        "kind": KIND,
+        "schema": SCHEMA,
+        "subject": digest(about),
+        "about": about,
+        "hints": hints.describe(),
+        "claims": [
+            {"theorem": claim.theorem, "status": claim.status, "reason": claim.reason, "numbers": claim.numbers}
+            for claim in claims
+        ],
+    }
+
+
+def check(certificate: Mapping[str, Any], config: RunConfig, vocab_size: int) -> Checked:
+    """Check a certificate against a config.
+
+    Parameters
+    ----------
+    certificate : Mapping
+        Parsed JSON, as :func:`entropic_ctl.certificates.read_certificate` returns it.
+    config : RunConfig
+        The run it is to cover: its laws and engine limits.
+    vocab_size : int
+
+    Returns
+    -------
+    Checked
+        Every claim, and the verdict on the temperature loop.
+
+    Raises
+    ------
+    BadInputError
+        If it is malformed, of another schema, about another config, or if any value is not what the proofs give.
+    """
+    if not isinstance(certificate, Mapping):
+        raise refuse("", "not an object", certificate)
+    for field, expected in (("kind", KIND), ("schema", SCHEMA)):
+        if _differs(certificate.get(field), expected, field):
+            raise BadInputError(
+                f"unknown {field}",
+                where="certificate",
+                field=field,
+                value=certificate.get(field),
+                allowed=repr(expected),
+                remedy="make it anew with `entropic prove`",
+            )
+    _check_provenance(certificate.get("provenance"))
+    keys = {"kind", "schema", "subject", "about", "hints", "claims", "provenance"}
+    if wrong_keys := certificate.keys() ^ keys:
+        raise refuse(", ".join(sorted(map(str, wrong_keys))), "unknown or missing")
+    subject = Subject(config, vocab_size, _assumptions(certificate["about"]))
+    about = subject.describe()
+    if certificate["subject"] != digest(about) or _differs(certificate["about"], about, "about"):
+        where = _differs(certificate["about"], about, "about") or ("subject", certificate["subject"])
+        raise refuse(where[0], "about other laws, limits, lag or vocabulary than this config", where[1])
+    hints = Hints(certificate["hints"])
+    given = certificate["claims"]
+    if not isinstance(given, list):
+        raise refuse("claims", "not a list", given)
+    claims: tuple[Claim, ...] = ()
+    for decide in THEOREMS:  # cheap ones first: an edit is found before the expensive ones are decided
+        found = tuple(decide(subject, hints))
+        rebuilt = document(subject, hints, found)["claims"]
+        start = len(claims)
+        if wrong := _differs(given[start : start + len(found)], rebuilt, f"claims from {start}: "):
+            raise refuse(wrong[0], "not what the proof gives", wrong[1])
+        claims += found
+    if len(given) != len(claims):
+        raise refuse("claims", "too many", len(given))
+    if extra := hints.unread():
+        raise refuse("hints." + ", ".join(sorted(extra)), "no theorem reads it")
+    return Checked(claims, verdict(subject, claims))
+
+
+def _assumptions(about: object) -> Assumptions:
+    """Read the assumptions a certificate states; they are the prover's, and part of every claim."""
+    values = about.get("assumptions") if isinstance(about, Mapping) else None
+    if not isinstance(values, Mapping):
+        raise refuse("about.assumptions", "not an object", values)
+    return fields.parse(Assumptions, values, where="certificate", table="about.assumptions")
+
+
+def _differs(given: object, rebuilt: object, field: str) -> tuple[str, object] | None:
+    """Return the first field whose type or value differs (1, 1.0 and True are three different values)."""
+    if isinstance(rebuilt, Mapping):
+        if not isinstance(given, Mapping) or given.keys() != rebuilt.keys():
+            return field, given
+        found = (_differs(given[key], rebuilt[key], f"{field}.{key}".lstrip(".")) for key in rebuilt)
+        return next((item for item in found if item is not None), None)
+    if isinstance(rebuilt, list):
+        if not isinstance(given, list) or len(given) != len(rebuilt):
+            return field, given
+        found = (_differs(a, b, f"{field}[{i}]") for i, (a, b) in enumerate(zip(given, rebuilt, strict=True)))
+        return next((item for item in found if item is not None), None)
+    return None if type(given) is type(rebuilt) and given == rebuilt else (field, given)
+
+
+def _check_provenance(given: object) -> None:
+    """Where the certificate comes from: informative only, so checked for form alone."""
+    if not isinstance(given, Mapping) or given.keys() != {"config_digest", "tools"}:
+        raise refuse("provenance", "not an object with config_digest and tools", given)
+    if not isinstance(given["config_digest"], str) or not _HEX.fullmatch(given["config_digest"]):
+        raise refuse("provenance.config_digest", "not a SHA-256 in hex", given["config_digest"])
+    tools = given["tools"]
+    if not isinstance(tools, Mapping) or not all(isinstance(x, str) for pair in tools.items() for x in pair):
+        raise refuse("provenance.tools", "not names with versions", tools)

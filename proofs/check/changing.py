@@ -1,0 +1,12 @@
+"""Theorems `bounded`, `incremental` and `variance`: what can be said while logits change."""
+
+from __future__ import annotations
+
+from proofs.check.base import Claim, Hints, Subject
+
+__all__ = ["claims"]
+
+
+def claims(subject: Subject, hints: Hints) -> list[Claim]:  # noqa: ARG001
+    """Not written yet."""
+    return []

@@ -1,0 +1,12 @@
+"""Theorems `coupled`, `switching-theta` and `small-gain`: the loop of u, filtered entropy and theta."""
+
+from __future__ import annotations
+
+from proofs.check.base import Claim, Hints, Subject
+
+__all__ = ["claims"]
+
+
+def claims(subject: Subject, hints: Hints) -> list[Claim]:  # noqa: ARG001
+    """Not written yet."""
+    return []

@@ -1,0 +1,12 @@
+"""Theorem `delay`: how much further delay and filtering the linear loop survives."""
+
+from __future__ import annotations
+
+from proofs.check.base import Claim, Hints, Subject
+
+__all__ = ["claims"]
+
+
+def claims(subject: Subject, hints: Hints) -> list[Claim]:  # noqa: ARG001
+    """Not written yet."""
+    return []

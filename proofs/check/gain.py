@@ -1,0 +1,204 @@
+"""Theorems `v-max` and `gain`: for which gains the temperature loop settles, whatever the logits.
+
+- ``gain-lag-0``: 0 < k V_max(n) < 2, for *every* logit vector and target: two temperatures never move apart;
+- ``gain-at-target``: 0 < k V_max(n; H*) < 2 at lag 0: on frozen logits every start settles (no uniform contraction);
+- ``gain-lag-1``: 0 < k V_max(n) < 1, when each update may see the entropy of the token before;
+- ``stateless``: the law feeds back no past error; ``pinned``: both clamps are equal, u never moves.
+
+V_max(n; H*) is the largest varentropy of a distribution with entropy H*; for H* < ln 2 + ln(n-1)/2 that is the
+two-level one, so the bound is sharp there. Source: ours.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from entropic_ctl import registry
+from proofs.check.base import Claim, Hints, Subject, decimal, refuse
+from proofs.enclosures import Interval, exp, log
+
+__all__ = ["LIMITS", "Bounds", "at_target", "bounds_of", "claims", "decide", "gain_ceiling", "v_max_bounds"]
+
+SHAPES = ("linear", "tanh")
+"""Error shapes phi the theorems cover: odd, non-decreasing, slope in (0, 1], slope 1 at 0."""
+
+LIMITS = {0: 2, 1: 1}
+"""Observation lag d -> supremum of k V, 2 sin(pi / (4 d + 2))."""
+
+_WIDTH = Fraction(1, 2**40)
+
+
+def v_max_bounds(n: int, log_odds: Interval) -> Interval:
+    """Verify that ``log_odds`` brackets the maximiser and return bounds on V_max(n), nats squared.
+
+    g(x) = (x + c) tanh(x/2), c = ln(n-1), increases on x > 0; at g = 2 the derivative of
+    f(x) = (x + c)^2 / (4 cosh^2(x/2)) vanishes and f = (x + c)^2/4 - 1. So g(a) < 2 < g(b) puts V_max between
+    (a + c)^2/4 - 1 and (b + c)^2/4 - 1.
+
+    Raises
+    ------
+    BadInputError
+        If the interval is too wide (over 2^-40) or does not bracket the maximiser.
+    """
+    a, b = log_odds
+    if not 0 < a < b or b - a > _WIDTH or b > 64:
+        raise refuse("hints.log_odds", "not a narrow interval of positive numbers", [str(a), str(b)])
+    c = log(Fraction(n - 1))
+    # tanh(x/2) = 1 - 2 / (e^x + 1), increasing in e^x
+    if not (a + c.hi) * (1 - 2 / (exp(a).hi + 1)) < 2 < (b + c.lo) * (1 - 2 / (exp(b).lo + 1)):
+        raise refuse("hints.log_odds", "does not bracket the maximiser of varentropy", [str(a), str(b)])
+    return Interval((a + c.lo) ** 2 / 4 - 1, (b + c.hi) ** 2 / 4 - 1)
+
+
+def two_level_entropy(n: int, r: Fraction) -> Interval:
+    """Enclose the entropy of (1-r, r/(n-1), ...): -(1-r) ln(1-r) - r ln r + r ln(n-1), 0 < r < 1."""
+    stay, leave, c = log(1 - r), log(r), log(Fraction(n - 1))
+    return Interval(
+        -(1 - r) * stay.hi - r * leave.hi + r * c.lo,
+        -(1 - r) * stay.lo - r * leave.lo + r * c.hi,
+    )
+
+
+def at_target(n: int, target: Fraction, tail_mass: Interval) -> Interval:
+    """Verify that some r in ``tail_mass`` has entropy ``target``; enclose the varentropy r (1-r) ln^2((1-r)(n-1)/r) there.
+
+    Entropy increases in r, so lying below the target at one end and above at the other is enough. On r < 1/2 the
+    logarithm falls and r (1-r) rises with r; elsewhere r (1-r) is bounded by its ends and 1/4.
+
+    Raises
+    ------
+    BadInputError
+        If the interval is outside (0, (n-1)/n) or does not bracket the target.
+    """
+    low, high = tail_mass
+    if not 0 < low < high < Fraction(n - 1, n):
+        raise refuse("hints.tail_mass", "not an interval inside (0, (n-1)/n)", [str(low), str(high)])
+    if not two_level_entropy(n, low).hi < target < two_level_entropy(n, high).lo:
+        raise refuse("hints.tail_mass", "does not bracket the target entropy", [str(low), str(high)])
+    ends = low * (1 - low), high * (1 - high)
+    most = max(ends) if high <= Fraction(1, 2) or low >= Fraction(1, 2) else Fraction(1, 4)
+    least = max(Fraction(0), log((1 - high) * (n - 1) / high).lo)
+    return Interval(min(ends) * least**2, most * log((1 - low) * (n - 1) / low).hi ** 2)
+
+
+def _float_below(bound: Fraction) -> float:
+    """The largest float strictly below ``bound``."""
+    value = float(bound)
+    return value if Fraction(value) < bound else math.nextafter(value, -math.inf)
+
+
+def gain_ceiling(n: int, lag: int, log_odds: Interval) -> float:
+    """Return the largest float gain certified for every logit vector and target: just below 2/V_max (lag 0), 1/V_max (1).
+
+    Parameters
+    ----------
+    n : int
+        Vocabulary size.
+    lag : int
+        Observation lag, 0 or 1.
+    log_odds : Interval
+        Bracket of the maximiser, from the search; verified here.
+    """
+    return _float_below(LIMITS[lag] / v_max_bounds(n, log_odds).hi)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Verified enclosures for one subject with the ``feedback`` law.
+
+    Parameters
+    ----------
+    v_max : Interval
+        Of V_max(n).
+    here : Interval or None
+        Of the varentropy of the two-level distribution with the target's entropy.
+    sharp : bool
+        That varentropy is V_max(n; H*): its tail mass is below 1/2 (H* < ln 2 + ln(n-1)/2).
+    """
+
+    v_max: Interval
+    here: Interval | None
+    sharp: bool
+
+
+def bounds_of(subject: Subject, hints: Hints) -> Bounds | None:
+    """Verify the hints ``log_odds`` and ``tail_mass``; None without the first."""
+    n = subject.vocab_size
+    log_odds, tail = hints.interval("log_odds"), hints.interval("tail_mass")
+    if log_odds is None:
+        return None
+    here = None if tail is None else at_target(n, Fraction(subject.law.target_nats), tail)
+    return Bounds(v_max_bounds(n, log_odds), here, tail is not None and tail.hi < Fraction(1, 2))
+
+
+def claims(subject: Subject, hints: Hints) -> list[Claim]:
+    """Decide `v-max` and `gain`."""
+    if subject.config.loop.temperature.name != "feedback":
+        return [decide(subject, None)]
+    bounds = bounds_of(subject, hints)
+    gain = decide(subject, bounds)
+    if bounds is None:
+        return [gain]
+    low, high = bounds.v_max
+    numbers = {"lower": decimal(low, up=False), "upper": decimal(high, up=True)}
+    reason = f"no distribution over {subject.vocab_size:,} tokens has a varentropy above {float(high):.6f} nats^2"
+    return [Claim("v-max", "proved", reason, numbers), gain]
+
+
+def decide(subject: Subject, bounds: Bounds | None) -> Claim:
+    """Decide whether the temperature loop settles; with poor evidence this is ``unknown``, never a wrong answer.
+
+    Parameters
+    ----------
+    subject : Subject
+    bounds : Bounds or None
+        Needed for ``feedback`` loops only.
+    """
+    law, lag, n = subject.config.loop.temperature, subject.config.engine.observation_lag, subject.vocab_size
+    if not registry.load("entropic_ctl.temperature", law.name).build(law.config).integral_action:
+        return Claim("stateless", "proved", f"{law.name!r} feeds back no past error, so there is nothing to certify")
+    theorem, parameters = f"gain-lag-{lag}", law.config
+    if law.name != "feedback":
+        return Claim(theorem, "unknown", f"no theorem covers the law {law.name!r}")
+    if lag not in LIMITS:
+        return Claim(theorem, "unknown", f"no theorem covers an observation lag of {lag}")
+    if parameters.t_min == parameters.t_max:
+        return Claim("pinned", "proved", "both clamps are equal: the temperature never moves")
+    if parameters.phi not in SHAPES:
+        return Claim(theorem, "unknown", f"no theorem covers the error shape {parameters.phi!r}")
+    if bounds is None:
+        return Claim(theorem, "unknown", "no evidence was given")
+    gain, limit, here = Fraction(parameters.gain), LIMITS[lag], bounds.here
+    anywhere = _float_below(limit / bounds.v_max.hi)
+    local = _float_below(limit / here.hi) if here is not None and here.hi > 0 and bounds.sharp and lag == 0 else None
+    numbers = {
+        "gain": str(gain),
+        "limit_every_target": anywhere,
+        "limit_this_target": local,
+        "limit": anywhere if local is None else max(anywhere, local),
+    }
+    told = f"k = {parameters.gain!r}, V_max({n}) <= {float(bounds.v_max.hi):.6f}"
+    if gain <= 0:
+        what = "pushes temperatures apart: high entropy must lower T" if gain < 0 else "does not act at all"
+        return Claim(theorem, "refuted", f"gain {parameters.gain!r} {what}", numbers)
+    if gain * bounds.v_max.hi < limit:
+        return Claim(theorem, "proved", f"{told}, so k V < {limit} for every logit vector", numbers)
+    if here is not None:
+        at = f"at the target {parameters.target_nats!r} nats"
+        if local is not None and gain * here.hi < limit:
+            reason = (
+                f"{at} no distribution has a varentropy above {float(here.hi):.6f}, so k V < {limit} there: frozen "
+                "logits settle; while they change, two temperatures may move apart"
+            )
+            return Claim("gain-at-target", "proved", reason, numbers)
+        if gain * here.lo > limit:
+            reason = (
+                f"{at} two-level logits (L, 0, ..., 0) have varentropy {float(here.lo):.6f}, "
+                f"k V = {float(gain * here.lo):.6f} > {limit}: their equilibrium repels"
+            )
+            return Claim(theorem, "refuted", reason, numbers)
+    return Claim(
+        theorem, "unknown", f"{told}: k V_max is not below {limit}, yet no counter-example at this target", numbers
+    )

@@ -1,0 +1,12 @@
+"""Theorem `interleavings`: every interleaving of three requests on a four-block pool ends well."""
+
+from __future__ import annotations
+
+from proofs.check.base import Claim, Hints, Subject
+
+__all__ = ["claims"]
+
+
+def claims(subject: Subject, hints: Hints) -> list[Claim]:  # noqa: ARG001
+    """Not written yet."""
+    return []

@@ -1,0 +1,12 @@
+"""Theorems `wait` and `queue`: the waiting bound, and stability of the queue below capacity."""
+
+from __future__ import annotations
+
+from proofs.check.base import Claim, Hints, Subject
+
+__all__ = ["claims"]
+
+
+def claims(subject: Subject, hints: Hints) -> list[Claim]:  # noqa: ARG001
+    """Not written yet."""
+    return []

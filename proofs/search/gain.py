@@ -1,0 +1,44 @@
+"""Hints for the gain: where varentropy is largest, and the two-level distribution with the target's entropy."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from proofs.check import Subject
+from proofs.enclosures import Interval
+from proofs.vmax import maximum, two_level
+
+__all__ = ["equilibrium_tail_mass", "hints"]
+
+
+def equilibrium_tail_mass(n: int, target_nats: float) -> float | None:
+    """Return r with two-level entropy ``target_nats`` by bisection (entropy increases in r), None if there is none."""
+    low, high = 0.0, (n - 1) / n
+    if not 0.0 < target_nats < math.log(n):
+        return None
+    for _ in range(200):
+        middle = (low + high) / 2
+        if two_level(n, middle)[0] < target_nats:
+            low = middle
+        else:
+            high = middle
+    return low if 0.0 < low < (n - 1) / n else None
+
+
+def _tail_interval(n: int, target_nats: float) -> Interval | None:
+    r = equilibrium_tail_mass(n, target_nats)
+    if r is None:
+        return None
+    slack = max(Fraction(r) / 2**36, Fraction(1, 2**80))
+    low, high = (Fraction(math.floor((Fraction(r) + d) * 2**96), 2**96) for d in (-slack, slack))
+    return Interval(low, high) if low > 0 and high < Fraction(n - 1, n) else None
+
+
+def hints(subject: Subject) -> dict[str, Interval]:
+    """Return ``log_odds`` and, where the target can be met, ``tail_mass``; nothing for laws other than ``feedback``."""
+    if subject.config.loop.temperature.name != "feedback":
+        return {}
+    found = {"log_odds": maximum(subject.vocab_size).bracket()}
+    tail = _tail_interval(subject.vocab_size, subject.law.target_nats)
+    return found if tail is None else {**found, "tail_mass": tail}
