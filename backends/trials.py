@@ -2,8 +2,9 @@
 
 A trial is what the simulator is compared with, and what it is calibrated from. Prompts are pieces of one document, one
 per request, of exactly the given length; every text runs to its limit (end-of-text tokens are drawn like any other), so
-that both worlds produce the same tokens. Before a run a small fixed decode is timed: a run that a busy machine
-disturbed shows there, whatever its own load was.
+that both worlds produce the same tokens. Before and after a run a small fixed decode is timed, and during it a small
+fixed product of matrices every half second: a run that a busy or slow machine disturbed shows there, whatever its own
+load was.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backends.engine import Engine
-from backends.machine import ForeignLoad
+from backends.machine import ForeignLoad, SpeedProbe
 from backends.models import LoadedModel
 from backends.prompts import document_ids
 from backends.sampling import SamplingParams
@@ -40,13 +41,15 @@ class Trial:
     """What one run gave: tables as :class:`entropic_ctl.metrics.Metrics` defines them (arrivals counted from 0).
 
     ``reference_s`` is the median step of the small fixed decode just before the run, or just after it if that is more;
-    ``foreign_cores`` the mean number of cores that other processes kept busy during it (NaN if unknown).
+    ``probe_s`` the mean duration of the fixed product during the run; ``foreign_cores`` the mean number of cores that
+    other processes kept busy during it (NaN if unknown).
     """
 
     requests: dict[str, npt.NDArray[Any]]
     steps: dict[str, npt.NDArray[Any]]
     summary: dict[str, Any]
     reference_s: float
+    probe_s: float
     foreign_cores: float
 
 
@@ -136,16 +139,23 @@ def run_trial(
     metrics = Metrics(config.engine.page_tokens)
     engine = Engine(config, model, verdict=verdict, recorder=recorder, metrics=metrics)
     keys = np.random.SeedSequence(config.seed).generate_state(len(pieces), np.uint32).tolist()
+    probe = SpeedProbe()
     gc.collect()
+
+    def between_steps(left: int, total: int) -> None:
+        probe.sample()
+        if progress is not None:
+            progress(left, total)
+
     others = ForeignLoad()
     start_s = engine.now() + _LEAD_S
     for piece, at_s, n, key in zip(pieces, arrival_s.tolist(), output_tokens.tolist(), keys, strict=True):
         engine.submit(piece, SamplingParams(max_new_tokens=n, seed=key), arrival_s=start_s + at_s)
-    engine.run(progress=progress)
+    engine.run(progress=between_steps)
     foreign = others.cores()
     reference = max(reference, reference_step_s(model))
     requests, steps = metrics.requests_table(), metrics.steps_table()
     for table, names in ((requests, ("arrival_s", "left_s")), (steps, ("start_s", "end_s"))):
         for name in names:
             table[name] = table[name] - start_s
-    return Trial(requests, steps, dict(metrics.summary()), reference, foreign)
+    return Trial(requests, steps, dict(metrics.summary()), reference, probe.mean_s, foreign)

@@ -65,7 +65,7 @@ class Findings:
         From :func:`sim.validate.compare`.
     rankings : list of Ranking
     runs : table
-        One row per run: setting, utilisation, repeat, reference_s, foreign_cores, disturbed, used, and the metrics.
+        One row per run: setting, utilisation, repeat, reference_s, probe_s, foreign_cores, disturbed, used, and the metrics.
     requests : table
         One row per request and world: world, setting, utilisation, ttft_s, tpot_s, e2e_s.
     calibration : Calibration
@@ -202,6 +202,7 @@ class Validation:
         self.journal.add(
             run,
             reference_s=trial.reference_s,
+            probe_s=trial.probe_s,
             foreign_cores=foreign if np.isfinite(foreign) else None,
             log=log,
             summary=results.plain({name: trial.summary[name] for name in _KEPT}),
@@ -301,6 +302,7 @@ class Validation:
             "utilisation": [e["run"].utilisation for e in entries],
             "repeat": [e["run"].repeat for e in entries],
             "reference_s": [e["reference_s"] for e in entries],
+            "probe_s": [e["probe_s"] for e in entries],
             "foreign_cores": [np.nan if e["foreign_cores"] is None else e["foreign_cores"] for e in entries],
             "disturbed": bad,
             "used": [i in counted for i in range(len(entries))],
@@ -313,10 +315,13 @@ class Validation:
         entries, bad = self.journal.entries, disturbed(self.journal.entries)
         references = np.array([e["reference_s"] for e in entries])
         low, middle, high = (1e3 * float(np.quantile(references, q)) for q in (0.1, 0.5, 0.9))
-        noisy = f"{sum(bad)} of {len(entries)} runs were disturbed (others used the CPU, or the reference was slow)"
+        probes = np.array([e["probe_s"] for e in entries])
+        fast, slow = (1e3 * float(np.quantile(probes, q)) for q in (0.1, 0.9))
+        noisy = f"{sum(bad)} of {len(entries)} runs were disturbed (others used the CPU, or the machine was slow)"
         out = [
             f"{noisy}; {sum(bad[i] for i in used)} of them had to be used all the same.",
-            f"Reference decode (slower of before and after): median {middle:.1f} ms, 10-90% {low:.1f}-{high:.1f} ms.",
+            f"Reference decode (slower of before and after): median {middle:.1f} ms, 10-90% {low:.1f}-{high:.1f} ms; "
+            f"product timed during a run: 10-90% {fast:.2f}-{slow:.2f} ms.",
         ]
         if beyond:
             out.append(f"{beyond} simulated iterations lay outside the calibrated ranges.")

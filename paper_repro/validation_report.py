@@ -169,7 +169,10 @@ def write(findings: Findings, folder: Path, stamp: Mapping[str, Any]) -> None:
     report.table(("what", "value"), [[k, v if isinstance(v, str) else number(v)] for k, v in fitted.items()])
     report.heading("Every run")
     runs = findings.runs
-    shown = ("setting", "utilisation", "repeat", "reference_s", "foreign_cores", "disturbed", "used", "tpot_mean_s")
+    shown = (
+        *("setting", "utilisation", "repeat", "reference_s", "probe_s", "foreign_cores", "disturbed", "used"),
+        "tpot_mean_s",
+    )
     rows = [[number(runs[name][i]) for name in shown] for i in range(runs["setting"].shape[0])]
     report.table(shown, rows, "in the order in which they ran")
     report.details("configuration, hardware and versions", dict(stamp))

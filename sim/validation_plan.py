@@ -103,7 +103,7 @@ class Scale:
     output_range: tuple[int, int] = (12, 44)
     calibration_prompt_max: int = 2000
     block_gap_s: float = 0.5
-    tries: int = 3
+    tries: int = 6
 
 
 _THETA = {"law": "budget", "theta_nats": 0.02, "theta_wide_nats": 0.03}

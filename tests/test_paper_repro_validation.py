@@ -15,7 +15,7 @@ from synthetic_bank import make_bank
 from tiny_model import save_tiny
 
 from backends import models, trials
-from backends.machine import ForeignLoad, busy_s
+from backends.machine import ForeignLoad, SpeedProbe, busy_s
 from entropic_ctl.config import from_mapping
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.results import read_table
@@ -130,6 +130,7 @@ def test_a_trial_keeps_lengths_arrivals_and_order(model: models.LoadedModel, one
     assert (trial.steps["start_s"] >= 0).all()
     assert np.isnan(trial.requests["tpot_s"][1])  # one token has no TPOT
     assert trial.reference_s > 0
+    assert trial.probe_s > 0
 
 
 def test_foreign_load_is_what_others_used(tmp_path: Path) -> None:
@@ -138,6 +139,15 @@ def test_foreign_load_is_what_others_used(tmp_path: Path) -> None:
     assert busy_s(stat) * 100 == pytest.approx(100 + 20 + 30 + 1 + 2 + 7)  # idle, iowait and guests left out
     assert np.isnan(busy_s(tmp_path / "none"))
     assert ForeignLoad().cores() >= 0 or np.isnan(ForeignLoad().cores())
+
+
+def test_a_probe_samples_only_when_it_is_due() -> None:
+    probe = SpeedProbe(every_s=1e6)
+    assert np.isnan(probe.mean_s)
+    probe.sample()
+    first = probe.mean_s
+    probe.sample()
+    assert probe.mean_s == first > 0
 
 
 def test_the_command_stops_in_time_and_goes_on(model: models.LoadedModel, tmp_path: Path) -> None:
