@@ -21,12 +21,10 @@ __all__ = ["check", "prove"]
 _COLOURS = {"proved": "green", "refuted": "red", "unknown": "yellow", "not applicable": "dim"}
 
 
-def prove(
-    config_file: Path, *, out: Path, vocab: int | None, assume: Sequence[str], json_file: Path | None
-) -> int:
+def prove(config_file: Path, *, out: Path, vocab: int | None, assume: Sequence[str], json_file: Path | None) -> int:
     """Search proofs, write them, check them."""
     config = load_config(config_file)
-    inputs = (config_file, *configs.inputs_of(config))
+    inputs: list[Path | str] = [config_file, *configs.inputs_of(config)]
     cli_output.check_file(out, "--out", *inputs)
     cli_output.check_file(json_file, "--json", out, *inputs)
     given = need("proofs.assumptions", "proofs").parse(assume)

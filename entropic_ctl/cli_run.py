@@ -116,9 +116,9 @@ def certify(config: RunConfig, vocab_size: int, certificate: Path | None, *, unc
         return None
     if given is None:
         verdict: Verdict = need("proofs.search", "proofs").certify(config, vocab_size)
-        return verdict
-    with placed(certificate):
-        verdict = need("proofs.check", "proofs").check(given, config, vocab_size).verdict
+    else:
+        with placed(certificate):
+            verdict = need("proofs.check", "proofs").check(given, config, vocab_size).verdict
     return verdict
 
 

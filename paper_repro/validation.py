@@ -65,7 +65,7 @@ class Findings:
         From :func:`sim.validate.compare`.
     rankings : list of Ranking
     runs : table
-        One row per run: setting, utilisation, repeat, reference_s, probe_s, foreign_cores, disturbed, used, and the metrics.
+        One row per run: setting, utilisation, repeat, reference_s, probe_s, foreign_cores, disturbed, used, metrics.
     requests : table
         One row per request and world: world, setting, utilisation, ttft_s, tpot_s, e2e_s.
     calibration : Calibration
@@ -318,10 +318,13 @@ class Validation:
         probes = np.array([e["probe_s"] for e in entries])
         fast, slow = (1e3 * float(np.quantile(probes, q)) for q in (0.1, 0.9))
         noisy = f"{sum(bad)} of {len(entries)} runs were disturbed (others used the CPU, or the machine was slow)"
+        speed = (
+            f"Reference decode (slower of before and after): median {middle:.1f} ms, 10-90% {low:.1f}-{high:.1f} ms; "
+            f"the probe during a run: 10-90% {fast:.2f}-{slow:.2f} ms."
+        )
         out = [
             f"{noisy}; {sum(bad[i] for i in used)} of them had to be used all the same.",
-            f"Reference decode (slower of before and after): median {middle:.1f} ms, 10-90% {low:.1f}-{high:.1f} ms; "
-            f"product timed during a run: 10-90% {fast:.2f}-{slow:.2f} ms.",
+            speed,
         ]
         if beyond:
             out.append(f"{beyond} simulated iterations lay outside the calibrated ranges.")

@@ -175,4 +175,3 @@ def decimal(value: Fraction, *, up: bool, digits: int = 15) -> str:
     whole = -((-scaled.numerator) // scaled.denominator) if up else scaled.numerator // scaled.denominator
     sign = "-" if whole < 0 else ""
     return f"{sign}{abs(whole) // 10**digits}.{abs(whole) % 10**digits:0{digits}d}"
-

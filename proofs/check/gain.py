@@ -62,7 +62,7 @@ def two_level_entropy(n: int, r: Fraction) -> Interval:
 
 
 def at_target(n: int, target: Fraction, tail_mass: Interval) -> Interval:
-    """Verify that some r in ``tail_mass`` has entropy ``target``; enclose the varentropy r (1-r) ln^2((1-r)(n-1)/r) there.
+    """Verify that some r in ``tail_mass`` has entropy ``target``; enclose r (1-r) ln^2((1-r)(n-1)/r), its varentropy.
 
     Entropy increases in r, so lying below the target at one end and above at the other is enough. On r < 1/2 the
     logarithm falls and r (1-r) rises with r; elsewhere r (1-r) is bounded by its ends and 1/4.
@@ -90,7 +90,7 @@ def _float_below(bound: Fraction) -> float:
 
 
 def gain_ceiling(n: int, lag: int, log_odds: Interval) -> float:
-    """Return the largest float gain certified for every logit vector and target: just below 2/V_max (lag 0), 1/V_max (1).
+    """Return the largest float gain certified for every logit vector and target: below 2/V_max (lag 0), 1/V_max (1).
 
     Parameters
     ----------
