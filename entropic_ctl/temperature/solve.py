@@ -5,7 +5,9 @@ wherever V > 0. Newton steps act on ln H, whose slope is V / H and which is clos
 fewer evaluations on real logits); a bracket that starts as the clamps makes them safe:
 
 - a step that leaves the bracket goes to the clamp if that clamp was never evaluated, else to the middle;
-- a step that failed to halve the error is followed by a bisection, so each two iterations halve error or bracket;
+- a step that failed to halve the error is followed by a bisection;
+- after :data:`NEWTON_EVALUATIONS` evaluations (real logits take about 5) only bisections follow, the clamp that was never
+  evaluated first, so no more than ceil(log2(V_max ln(T_max / T_min) / tolerance)) + 1 are left: theorem ``solve``;
 - a target outside [H(T_min), H(T_max)] (below ln of the number of tied maxima, say) ends at the nearer clamp.
 
 No state: every step starts from the base u0 = ln T0, so the result depends on the current distribution alone.
@@ -21,7 +23,10 @@ from entropic_ctl.arrays import clip, namespace
 from entropic_ctl.signals import Array, LogitView
 from entropic_ctl.temperature.base import Stateless, TemperatureConfig, TemperatureLaw, clamped_temperature
 
-__all__ = ["Config", "Solve", "build", "solve_u"]
+__all__ = ["NEWTON_EVALUATIONS", "Config", "Solve", "build", "solve_u"]
+
+NEWTON_EVALUATIONS = 16
+"""Evaluations of a distribution after which Newton steps are given up and the bracket is bisected."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ def solve_u(u: Array, view: LogitView, config: Config) -> tuple[Array, Array, Ar
     low_seen, high_seen = xp.zeros_like(u, dtype=xp.bool), xp.zeros_like(u, dtype=xp.bool)
     previous = xp.full_like(u, xp.inf)
     u = clip(u, u_min, u_max)
-    for last in range(config.max_iterations - 1, -1, -1):
+    for evaluated in range(1, config.max_iterations + 1):
         H, V = view.at(clamped_temperature(u, config))
         H, V = xp.astype(H, u.dtype, copy=False), xp.astype(V, u.dtype, copy=False)
         error = H - config.target_nats
@@ -66,12 +71,14 @@ def solve_u(u: Array, view: LogitView, config: Config) -> tuple[Array, Array, Ar
         low, low_seen = xp.where(below, u, low), low_seen | below
         high, high_seen = xp.where(above, u, high), high_seen | above
         active = (size > config.tolerance_nats) & (high - low > 1e-14 * xp.clip(xp.abs(u), 1.0, None))
-        if last == 0 or not bool(xp.any(active)):
+        if evaluated == config.max_iterations or not bool(xp.any(active)):
             break
         excess = xp.log(xp.clip(H, 1e-30, None) / goal) * H
         newton = u - xp.where(active, excess, 0.0) / xp.clip(V, 1e-30, None)
         middle = 0.5 * (low + high)
         proposal = xp.where(size > 0.5 * previous, middle, newton)
+        if evaluated >= NEWTON_EVALUATIONS:  # out of the bracket: to the clamp not yet seen, else to the middle
+            proposal = xp.where(low_seen, xp.full_like(u, xp.inf), xp.full_like(u, -xp.inf))
         proposal = xp.where(proposal >= high, xp.where(high_seen, middle, high), proposal)
         proposal = xp.where(proposal <= low, xp.where(low_seen, middle, low), proposal)
         previous = xp.where(size > 0.5 * previous, xp.full_like(u, xp.inf), size)
