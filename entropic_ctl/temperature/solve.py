@@ -6,8 +6,8 @@ fewer evaluations on real logits); a bracket that starts as the clamps makes the
 
 - a step that leaves the bracket goes to the clamp if that clamp was never evaluated, else to the middle;
 - a step that failed to halve the error is followed by a bisection;
-- after :data:`NEWTON_EVALUATIONS` evaluations (real logits take about 5) only bisections follow, the clamp that was never
-  evaluated first, so no more than ceil(log2(V_max ln(T_max / T_min) / tolerance)) + 1 are left: theorem ``solve``;
+- after :data:`NEWTON_EVALUATIONS` evaluations (real logits take 5 to 10) only bisections follow, a clamp that was never
+  evaluated first, so at most ceil(log2(V_max ln(T_max / T_min) / tolerance)) + 1 are left (theorem ``solve``);
 - a target outside [H(T_min), H(T_max)] (below ln of the number of tied maxima, say) ends at the nearer clamp.
 
 No state: every step starts from the base u0 = ln T0, so the result depends on the current distribution alone.

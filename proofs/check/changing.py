@@ -8,8 +8,9 @@ from typing import Any
 
 from proofs.check import variance
 from proofs.check.base import Claim, Hints, Subject, decimal
-from proofs.check.gain import LIMITS, SHAPES, bounds_of
+from proofs.check.gain import SHAPES, Bounds, bounds_of
 from proofs.check.solver import varentropy_ceiling
+from proofs.check.variance import LIMITS
 from proofs.enclosures import Interval, exp, log
 
 __all__ = ["claims", "tanh_bounds"]
@@ -26,8 +27,9 @@ def tanh_bounds(x: Fraction) -> Interval:
 class _Loop:
     """The numbers of one feedback loop that both theorems need, as exact bounds."""
 
-    def __init__(self, subject: Subject, hints: Hints) -> None:
-        law, n, bounds = subject.law, subject.vocab_size, bounds_of(subject, hints)
+    def __init__(self, subject: Subject, bounds: Bounds | None) -> None:
+        law, n = subject.law, subject.vocab_size
+        self.updates = subject.config.speculation.draft_tokens + 1  # of one step, all from one temperature
         self.lag = subject.config.engine.observation_lag
         self.gain, self.rate = Fraction(law.gain), Fraction(law.rate_limit)
         self.scale = None if law.phi == "linear" else Fraction(law.phi_scale_nats)
@@ -55,12 +57,19 @@ class _Loop:
         return min(step, self.rate) if self.rate else step
 
     @property
+    def swing(self) -> Fraction:
+        """Bound how far beyond each other two copies can throw one another, as a share of their distance."""
+        most = abs(self.gain) * self.v_max
+        if self.lag == 0:  # the last two: without a clamp, and with both at one clamp in the middle of a step
+            return max(self.updates * most - 1, (self.updates - 1) * most)
+        return most if self.updates == 1 else Fraction(2)
+
+    @property
     def apart(self) -> str:
-        """Whether two copies fed the same logits never end further apart than the first time they drew level or began."""
-        limit = LIMITS[self.lag]
-        if 0 <= self.gain and (self.gain * self.v_max <= limit if self.lag == 0 else self.gain * self.v_max < limit):
+        """Whether two copies fed the same logits are never further apart than they were."""
+        if self.gain >= 0 and (self.swing <= 1 if self.lag == 0 else self.swing < 1):
             return "proved"
-        if self.v_here > 0 and (self.gain < 0 or self.gain * self.v_here > limit):
+        if self.v_here > 0 and (self.gain < 0 or self.gain * self.v_here > LIMITS[self.lag]):
             return "refuted"
         return "unknown"
 
@@ -68,14 +77,15 @@ class _Loop:
 def claims(subject: Subject, hints: Hints) -> list[Claim]:
     """Decide `bounded`, `incremental` and `variance`."""
     law, name = subject.law, subject.config.loop.temperature.name
-    last = variance.claim(subject, hints)
+    bounds = bounds_of(subject, hints) if name == "feedback" else None
+    last = variance.claim(subject, bounds)
     if name != "feedback" or law.t_min == law.t_max:
         what = f"the law {name!r} carries no state" if name != "feedback" else "both clamps are equal: u never moves"
         return [Claim("bounded", "not applicable", what), Claim("incremental", "not applicable", what), last]
     if law.phi not in SHAPES:
         what = f"no theorem covers the error shape {law.phi!r}"
         return [Claim("bounded", "unknown", what), Claim("incremental", "unknown", what), last]
-    loop = _Loop(subject, hints)
+    loop = _Loop(subject, bounds)
     return [_bounded(subject, loop), _incremental(subject, loop), last]
 
 
@@ -94,8 +104,8 @@ def _bounded(subject: Subject, loop: _Loop) -> Claim:
         "unknown": "whether two temperatures fed the same logits can move apart is not decided",
     }[loop.apart]
     reason = (
-        f"whatever the logits, T stays in [{law.t_min!r}, {law.t_max!r}] and ln T moves by at most {float(step):.6g} per token; "
-        + copies
+        f"whatever the logits, T stays in [{law.t_min!r}, {law.t_max!r}] and ln T moves by at most {float(step):.6g} "
+        f"per accepted token; {copies}"
     )
     return Claim("bounded", "proved", reason, numbers)
 
@@ -113,12 +123,14 @@ def _incremental(subject: Subject, loop: _Loop) -> Claim:
     if loop.apart == "refuted" and v_lo <= loop.v_here:
         at = f"k V = {float(k * loop.v_here):.6f} > {limit} on two-level logits with the target's entropy"
         return Claim(theorem, "refuted", f"{at}: temperatures near their equilibrium move apart", numbers)
-    if k * loop.v_max >= limit:
-        return Claim(theorem, "unknown", f"k V_max = {float(k * loop.v_max):.6f} is not below {limit}", numbers)
+    if loop.swing >= 1:
+        many = f" with {loop.updates} updates a step" if loop.updates > 1 else ""
+        why = f"k V_max = {float(k * loop.v_max):.6f} is not small enough at lag {loop.lag}{many}"
+        return Claim(theorem, "unknown", why, numbers)
     if v_lo > loop.v_max:
         return Claim(theorem, "unknown", f"no distribution has a varentropy of {given.varentropy_min!r}", numbers)
     if v_lo == 0:
-        alike = loop.cut(loop.push(loop.least_error)) < loop.width.lo
+        alike = loop.updates * loop.cut(loop.push(loop.least_error)) < loop.width.lo
         why = "equal finite logits have V = 0 and move two temperatures by the same step: no rate holds for every token"
         return Claim(theorem, "refuted" if alike else "unknown", why, numbers)
     slope = loop.slope(error)
@@ -130,16 +142,18 @@ def _incremental(subject: Subject, loop: _Loop) -> Claim:
             "so no rate holds for every token"
         )
         return Claim(theorem, "unknown", why, numbers)
-    least, most = k * slope * v_lo, k * loop.v_max
+    least = k * slope * v_lo
     if least < Fraction(1, 10**12):
         return Claim(theorem, "unknown", f"phi is flat at errors of {float(error):.4f} nats", numbers)
-    q = max(1 - least, most - 1) if loop.lag == 0 else max(1 - least, _fourth_root(most))
+    q = max(1 - least, loop.swing if loop.lag == 0 else _fourth_root(loop.swing))
     fade = -log(q).hi
     halve = -(-log(Fraction(2)).hi // fade) + 2 * loop.lag
     numbers |= {"q": decimal(q, up=True), "time_constant": decimal(1 / fade, up=True, digits=6), "halve": int(halve)}
+    unit = "token" if loop.updates == 1 else "step"
     reason = (
-        f"if V >= {given.varentropy_min!r} between the temperatures{assumed}, two copies fed the same logits come together "
-        f"by q = {float(q):.6f} per token: time constant {float(1 / fade):.1f} tokens, half the distance in {int(halve)}"
+        f"if V >= {given.varentropy_min!r} between the temperatures{assumed}, two copies fed the same logits come "
+        f"together by q = {float(q):.6f} per {unit}: time constant {float(1 / fade):.1f} {unit}s, half the distance "
+        f"in {int(halve)}"
     )
     return Claim(theorem, "proved", reason, numbers)
 

@@ -12,7 +12,7 @@ from proofs.enclosures import log
 __all__ = ["Effort", "claims", "effort", "varentropy_ceiling"]
 
 _CUT = Fraction(1, 10**14)
-"""Width, per unit of max(|u|, 1), below which the law takes a bracket for a point; covers the rounding of u and T too."""
+"""Width, per unit of max(|u|, 1), below which the law takes a bracket for a point; covers rounding of u and T too."""
 
 
 class Effort(NamedTuple):
@@ -34,12 +34,12 @@ class Effort(NamedTuple):
 
 
 def varentropy_ceiling(n: int) -> Fraction:
-    """Return ln^2(n-1)/4 + 1, which no varentropy over n tokens exceeds: V_max(n) without a hint (proof book, section 2)."""
+    """Return ln^2(n-1)/4 + 1, which no varentropy over n tokens exceeds, without a hint (proof book, section 2)."""
     return log(Fraction(n - 1)).hi ** 2 / 4 + 1
 
 
 def effort(subject: Subject) -> Effort:
-    """Bound the evaluations of `solve` (and of `damped`, which calls it): 17 + the least m with V (W / 2^m + cut) <= tol."""
+    """Bound the evaluations of `solve` and `damped`: 16 + 1 + the least m with V (W / 2^m + cut) <= tolerance."""
     law = subject.law
     v_bound = varentropy_ceiling(subject.vocab_size)
     low, high = log(Fraction(law.t_min)), log(Fraction(law.t_max))
@@ -71,8 +71,8 @@ def claims(subject: Subject, hints: Hints) -> list[Claim]:  # noqa: ARG001
     what = f"tolerance_nats = {law.tolerance_nats!r}"
     if needed is None:
         reason = (
-            f"{what} is finer than what neighbouring float64 temperatures can differ by, {float(resolution):.3g} nats at "
-            f"V = {float(v_bound):.4f}: raise tolerance_nats above it"
+            f"{what} is finer than what neighbouring float64 temperatures can differ by, {float(resolution):.3g} nats "
+            f"at V = {float(v_bound):.4f}: raise tolerance_nats above it"
         )
         return [Claim("solve", "unknown", reason, numbers)]
     if needed > law.max_iterations:
@@ -83,7 +83,7 @@ def claims(subject: Subject, hints: Hints) -> list[Claim]:  # noqa: ARG001
         return [Claim("solve", "unknown", reason, numbers)]
     where = "" if numbers["target_possible"] else "; no distribution of this vocabulary reaches the target"
     reason = (
-        f"from any start and for every logit vector |H - H*| <= {law.tolerance_nats!r} nats, or the nearer clamp when it "
-        f"is out of reach, after at most {needed} evaluations ({NEWTON_EVALUATIONS} of Newton, then bisection){where}"
+        f"from any start and for every logit vector |H - H*| <= {law.tolerance_nats!r} nats, or T at the nearer clamp "
+        f"when H* is out of reach, after at most {needed} evaluations ({NEWTON_EVALUATIONS} of Newton, then bisection){where}"
     )
     return [Claim("solve", "proved", reason, numbers)]
