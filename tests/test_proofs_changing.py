@@ -87,7 +87,7 @@ def test_two_copies_at_the_sharp_target(factor: float, word: str) -> None:
 
 
 def changing_views(rng: np.random.Generator, v_lo: float) -> Any:
-    """Fresh random two- and three-level logits for each token whose varentropy is at least v_lo at every temperature."""
+    """Fresh random three-level logits for each token, with a varentropy of at least v_lo at every temperature."""
     low, high = 0.3, 1.6
 
     def views(_: int, rows: int) -> LevelView:
@@ -127,7 +127,8 @@ def test_the_rate_is_attained_at_the_least_varentropy(lag: int) -> None:
     assert claim.status == "proved"
     u, _ = drive(feedback.build(run.loop.temperature.config), lambda t, rows: view, np.array([0.0, 1e-5]), 60, lag)
     ratios = np.diff(u, axis=1)[41:, 0] / np.diff(u, axis=1)[40:-1, 0]
-    assert ratios == pytest.approx(float(claim.numbers["q"]), abs=1e-4)
+    assert (ratios <= float(claim.numbers["q"]) + 1e-9).all()  # at lag 1 the slow root is a little below 1 - k V
+    assert ratios == pytest.approx(float(claim.numbers["q"]), abs=1e-3 if lag else 1e-5)
     halved = int(claim.numbers["halve"])
     assert float(claim.numbers["q"]) ** halved <= 0.5 < float(claim.numbers["q"]) ** (halved - 1 - 2 * lag)
 
@@ -196,7 +197,7 @@ def test_every_status_of_incremental() -> None:
 
 
 def test_drafted_tokens_update_several_times_from_one_temperature() -> None:
-    """d + 1 updates from one state: with slopes in [a, K] and a clamp between, the copies end within the stated swing."""
+    """d + 1 updates from one state: slopes in [a, K], a clamp between: the copies end within the stated swing."""
     found = decide(make(gain=0.02, drafts=3))
     assert found["incremental"].status == "unknown"  # 4 * 0.02 * 27.89 - 1 > 1
     assert found["variance"].status == "unknown"
@@ -256,7 +257,7 @@ def test_the_identity_is_proved_and_a_wrong_form_is_not(lag: int, monkeypatch: p
 
 
 def test_degrees_of_the_identity_are_not_understated() -> None:
-    """Along each variable, finite differences of one order more than the stated degree vanish; so the grid is enough."""
+    """Along each variable, differences of one order more than the stated degree vanish; so the grid is enough."""
     for lag, (in_g, in_phi) in variance._DEGREES.items():
         for axis, degree in ((0, in_g), (1, in_phi)):
             values = []

@@ -83,7 +83,8 @@ def claims(subject: Subject, hints: Hints) -> list[Claim]:  # noqa: ARG001
         return [Claim("solve", "unknown", reason, numbers)]
     where = "" if numbers["target_possible"] else "; no distribution of this vocabulary reaches the target"
     reason = (
-        f"from any start and for every logit vector |H - H*| <= {law.tolerance_nats!r} nats, or T at the nearer clamp "
-        f"when H* is out of reach, after at most {needed} evaluations ({NEWTON_EVALUATIONS} of Newton, then bisection){where}"
+        f"from any start, for every logit vector, |H - H*| <= {law.tolerance_nats!r} nats, or T at the nearer clamp "
+        f"when H* is out of reach, after {needed} evaluations at most ({NEWTON_EVALUATIONS} of Newton, then bisection)"
+        f"{where}"
     )
     return [Claim("solve", "proved", reason, numbers)]

@@ -137,9 +137,12 @@ def claim(subject: Subject, bounds: Bounds | None) -> Claim:
     if not closed_form_holds(lag):
         return Claim("variance", "unknown", "the closed form does not solve the Lyapunov equation")
     most = varentropy_ceiling(subject.vocab_size) if bounds is None else bounds.v_max.hi
-    places = {"v_lo": Fraction(subject.assumptions.varentropy_min), "v_max": Fraction(decimal(most, up=True, digits=6))}
+    places = {
+        "v_lo": Fraction(subject.assumptions.varentropy_min),
+        "v_max": Fraction(decimal(most, up=True, digits=12)),
+    }
     if bounds is not None and bounds.here is not None:
-        places["target"] = Fraction(decimal(bounds.here.hi, up=True, digits=6))
+        places["target"] = Fraction(decimal(bounds.here.hi, up=True, digits=12))
     numbers: dict[str, Any] = {place: _at(subject, v) for place, v in places.items()}
     if lag == 0:
         numbers["any_gain"] = {f"phi_{cut}": _best(_CUTS[cut]) for cut in ("cut_15", "cut_20")}
@@ -152,8 +155,8 @@ def claim(subject: Subject, bounds: Bounds | None) -> Claim:
     bands = {cut: float(here[f"phi_{cut}"]["upper"]) for cut in _CUTS}
     reason = (
         f"at V = {v:.4f} (g = k V = {law.gain * v:.4f}) the linear loop multiplies the variance of white entropy, "
-        f"about the mean of one sequence, by {float(here['white_ratio']):.4f}; AR(1) entropy of phi >= 0 varies less only "
-        f"above phi = {bands['same']:.4f}, by 15% from {bands['cut_15']:.4f}, by 20% from {bands['cut_20']:.4f}"
+        f"about the mean of one sequence, by {float(here['white_ratio']):.4f}; AR(1) entropy, phi >= 0, varies less "
+        f"only above phi = {bands['same']:.4f}, by 15% from {bands['cut_15']:.4f}, by 20% from {bands['cut_20']:.4f}"
     )
     return Claim("variance", "proved", reason, numbers)
 
