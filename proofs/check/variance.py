@@ -27,14 +27,31 @@ _DEGREES = {0: (5, 4), 1: (7, 6)}
 
 
 def ar1_form(lag: int, g: Fraction, phi: Fraction) -> tuple[Fraction, Fraction]:
-    """Return numerator and denominator (> 0 for 0 < g < limit, |phi| < 1) of the closed form."""
+    """Return numerator and denominator (> 0 for 0 < g < limit, |phi| < 1) of the closed form.
+
+    Parameters
+    ----------
+    lag : int
+        Observation lag, 0 or 1 tokens.
+    g : Fraction
+        Loop gain k V.
+    phi : Fraction
+        Coefficient of the AR(1) entropy.
+    """
     if lag == 0:
         return 2 * (1 - phi), (2 - g) * (1 - (1 - g) * phi)
     return 2 * (1 - phi) * (1 + g * phi), (1 - g) * (2 + g) * (1 - phi + g * phi**2)
 
 
 def lyapunov_ratio(lag: int, g: Fraction, phi: Fraction) -> Fraction:
-    """Solve S = A S A' + e1 e1' exactly for x = (w, u) or (w, u, last y) and return var(w + u) / var(w)."""
+    """Solve S = A S A' + e1 e1' exactly for x = (w, u) or (w, u, last y) and return var(w + u) / var(w).
+
+    Parameters
+    ----------
+    lag : int
+    g, phi : Fraction
+        As in :func:`ar1_form`.
+    """
     if lag == 0:
         A: Sequence[Sequence[Fraction | int]] = ((phi, 0), (-g, 1 - g))
     else:
@@ -95,6 +112,14 @@ def phi_needed(lag: int, g: Fraction, ratio: Fraction) -> dict[str, str]:
     """Bracket the phi in (0, 1) from which on AR(1) entropy has its variance multiplied by at most ``ratio`` <= 1.
 
     F = numerator - ratio * denominator has degree 1 or 2 in phi, F(0) > 0 > F(1): one root in between.
+
+    Parameters
+    ----------
+    lag : int
+    g : Fraction
+        Loop gain k V, 0 < g < limit.
+    ratio : Fraction
+        0 < ratio <= 1.
     """
     return _root(lambda phi: _excess(lag, g, phi, ratio), Fraction(0), Fraction(1))
 
@@ -163,7 +188,8 @@ def claim(subject: Subject, bounds: Bounds | None) -> Claim:
 
 def _same_step(subject: Subject) -> Claim:
     """`solve` and `damped`: the error about H* of one token, from the same token's distribution."""
-    law, needed = subject.law, effort(subject).evaluations
+    law = subject.law
+    needed, most, _ = effort(subject)
     if needed is None or needed > law.max_iterations:
         return Claim("variance", "unknown", "the solver may stop short of H*: see theorem solve")
     if subject.config.loop.temperature.name == "solve":
@@ -171,7 +197,6 @@ def _same_step(subject: Subject) -> Claim:
         reason = f"on every token whose target lies within reach of the clamps |H - H*| <= {law.tolerance_nats!r} nats"
         return Claim("variance", "proved", reason, numbers)
     f, v_lo = Fraction(law.fraction), Fraction(subject.assumptions.varentropy_min)
-    most = effort(subject).v_bound
     worst = (1 - f) * most / ((1 - f) * most + f * min(v_lo, most)) if f < 1 else Fraction(0)
     numbers = {"ratio": str((1 - f) ** 2), "error_ratio_worst": decimal(worst, up=True)}
     reason = (
