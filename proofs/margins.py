@@ -115,7 +115,16 @@ def loop(
         seen[0][size - 1, seen[1]] = ema
     C[0, 0] = varentropy
     return control.StateSpace(
-        A, B, C, 0.0, 1, inputs=["error_nats"], outputs=["tempered_entropy"], states=names, name="L", remove_useless_states=False
+        A,
+        B,
+        C,
+        0.0,
+        1,
+        inputs=["error_nats"],
+        outputs=["tempered_entropy"],
+        states=names,
+        name="L",
+        remove_useless_states=False,
     )
 
 
@@ -325,7 +334,16 @@ def margins(config: RunConfig, varentropy: float, *, ema: float = 1.0) -> Margin
         delay = (math.pi + phase) / at
         steps = math.ceil(delay - 1e-9) - 1
     found = Margins(
-        varentropy, k * varentropy, stable, radius, gain_margin, k * gain_margin, phase_margin, delay, steps, crossover=at
+        varentropy,
+        k * varentropy,
+        stable,
+        radius,
+        gain_margin,
+        k * gain_margin,
+        phase_margin,
+        delay,
+        steps,
+        crossover=at,
     )
     if not stable:
         return found
@@ -340,9 +358,7 @@ def margins(config: RunConfig, varentropy: float, *, ema: float = 1.0) -> Margin
         disk_gain_high=high,
         disk_phase_deg=phase,
         sensitivity_peak=peak,
-        bandwidth=_crossing(
-            lambda x: abs(response(T, x)[0]) - _HALF_POWER, w, np.abs(response(T, w)) - _HALF_POWER
-        ),
+        bandwidth=_crossing(lambda x: abs(response(T, x)[0]) - _HALF_POWER, w, np.abs(response(T, w)) - _HALF_POWER),
         rejection=_crossing(lambda x: abs(response(S, x)[0]) - _HALF_POWER, w, np.abs(response(S, w)) - _HALF_POWER),
         settling_tokens=settling,
         overshoot=overshoot,
@@ -384,7 +400,10 @@ def save(path: str | Path, systems: Mapping[str, control.StateSpace]) -> None:
         from scipy.io import savemat
 
         structs = {
-            name: {key: np.asarray(value, object if isinstance(value, list) and key in _NAMED else None) for key, value in document.items()}
+            name: {
+                key: np.asarray(value, object if isinstance(value, list) and key in _NAMED else None)
+                for key, value in document.items()
+            }
             for name, document in documents.items()
         }
         with atomic(path) as temporary:

@@ -61,8 +61,8 @@ class Study:
     Parameters
     ----------
     loops : tuple of Loop
-    certified : float
-        Largest certified gain; NaN without one.
+    certified : (float, float) or None
+        Largest certified gain, and the loop gain it has at the steepest of the loops it covers.
     coupled : dict
         Summary over the corners; empty where theta is constant.
     tables : dict
@@ -74,7 +74,7 @@ class Study:
     """
 
     loops: tuple[Loop, ...]
-    certified: float
+    certified: tuple[float, float] | None
     coupled: dict[str, Any]
     tables: dict[str, dict[str, npt.NDArray[Any]]]
     systems: dict[str, control.StateSpace]
@@ -91,7 +91,11 @@ def static(config: RunConfig) -> dict[str, Any] | None:
     law = config.loop.temperature
     if law.name == "feedback":
         return None
-    said: dict[str, Any] = {"law": law.name, "margins": None, "instead": STATIC.get(law.name, "no past error is fed back")}
+    said: dict[str, Any] = {
+        "law": law.name,
+        "margins": None,
+        "instead": STATIC.get(law.name, "no past error is fed back"),
+    }
     share = {"fixed": 1.0, "solve": 0.0}.get(law.name)
     if law.name == "damped":
         share = 1.0 - law.config.fraction
@@ -262,7 +266,8 @@ def study(
         poles.append({"loop": np.full(found.shape, each.name), "re": found.real, "im": found.imag})
     limit = loops[0].margins.gain_margin * loops[0].margins.loop_gain
     rows = [
-        {"loop": e.name, "what": e.what, **{k: _number(v) for k, v in dataclasses.asdict(e.margins).items()}} for e in loops
+        {"loop": e.name, "what": e.what, **{k: _number(v) for k, v in dataclasses.asdict(e.margins).items()}}
+        for e in loops
     ]
     tables = {
         "loops": {name: np.array([row[name] for row in rows]) for name in rows[0]},
@@ -280,5 +285,6 @@ def study(
         both, more, others = _coupled(config, loops[0].margins.varentropy, assumed)
         tables |= more
         systems |= others
-    certified = certify(config, vocab_size).limit
-    return Study(loops, float(certified), both, tables, systems, tuple(notes))
+    k, slack = float(certify(config, vocab_size).limit), limit * (1.0 + 1e-9)
+    covered = [k * each.margins.varentropy for each in loops[:2] if k * each.margins.varentropy <= slack]
+    return Study(loops, (k, max(covered)) if covered else None, both, tables, systems, tuple(notes))

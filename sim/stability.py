@@ -39,6 +39,7 @@ __all__ = [
     "gain_sweep",
     "long_run",
     "on_recordings",
+    "reachable_token",
     "typical_token",
     "varentropy_of",
 ]
@@ -240,6 +241,28 @@ def typical_token(bank: Bank, temperature: float) -> int:
         rows = np.arange(bank.entropy_grid.shape[0])
     order = np.argsort(bank.varentropy_grid[rows, column], kind="stable")
     return int(rows[order[rows.shape[0] // 2]])
+
+
+def reachable_token(bank: Bank, law: feedback.Config) -> int:
+    """Return the bank row of median varentropy at the target, among those that meet it between the clamps.
+
+    Where none does, the row whose entropy comes nearest.
+
+    Parameters
+    ----------
+    bank : Bank
+    law : feedback.Config
+        Target and clamps.
+    """
+    inside = (bank.grid >= law.t_min) & (bank.grid <= law.t_max)
+    inside[:2] |= not inside.any()
+    entropy, slope = bank.entropy_grid[:, inside], bank.varentropy_grid[:, inside]
+    away = np.abs(entropy - law.target_nats)
+    rows = np.flatnonzero((entropy.min(1) < law.target_nats) & (entropy.max(1) > law.target_nats))
+    if rows.shape[0] == 0:
+        return int(away.min(1).argmin())
+    at_target = slope[rows, away[rows].argmin(1)]
+    return int(rows[np.argsort(at_target, kind="stable")[rows.shape[0] // 2]])
 
 
 def varentropy_of(sharp: Sharpest) -> float:
