@@ -56,7 +56,7 @@ def margins(
 ) -> int:
     """Compute the margins, show and write them; 1 if a loop is unstable."""
     config = load_config(config_file)
-    inputs = (config_file, *configs.inputs_of(config))
+    inputs: tuple[Path | str, ...] = (config_file, *configs.inputs_of(config))
     cli_output.check_file(json_file, "--json", out, *inputs)
     cli_output.check_file(export, "--export", json_file, out, *inputs)
     if export is not None and export.suffix not in (".json", ".mat"):

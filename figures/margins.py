@@ -74,7 +74,8 @@ def draw(
             sensitivity.loglog(w, curves["sensitivity"][mine], **look)
             sensitivity.loglog(w, curves["complementary"][mine], ls="--", **look)
             answer = answers["loop"] == name
-            time.step(answers["token"][answer] + 1, answers["entropy"][answer], where="post", **look)
+            token, entropy = answers["token"][answer], answers["entropy"][answer]
+            time.step(token[token > 0], entropy[token > 0], where="post", **look)
             if np.isfinite(rows["sensitivity_peak"][i]) and i == worst:
                 at = int(np.argmax(curves["sensitivity"][mine]))
                 sensitivity.annotate(

@@ -13,8 +13,8 @@ A **multi-loop disk margin** alpha lets both channels carry any gain and phase o
 1 / alpha is the largest structured singular value of S - I/2 over frequency. For two 1x1 blocks it is
 min over d of the largest singular value of diag(1, d) M diag(1, 1/d) (Doyle 1982: exact up to three blocks), and the
 best d = sqrt(|M21| / |M12|) in closed form: a scaling leaves |det M|, so the largest singular value is least where the
-Frobenius norm is. The laws are diagonal, so cutting at the sensors or at the actuators gives M up to such a scaling, and
-the same margin. (python-control needs slycot for this, which has no wheels; for one channel they agree.) Source: ours.
+Frobenius norm is. The laws are diagonal, so a cut at the sensors and one at the actuators give the same M up to such a
+scaling, and the same margin. (python-control needs slycot for this, which has no wheels; for one channel they agree.) Source: ours.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import numpy.typing as npt
 from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import BadInputError
 from proofs.check import Assumptions
-from proofs.margins import frequencies, gain_of, response
+from proofs.linear_loop import frequencies, gain_of, response
 
 __all__ = ["Plant", "coupled", "disk_margin", "slope_of", "structured", "vertices"]
 
@@ -71,7 +71,7 @@ class Plant:
         return self.varentropy * self.r / det if det else math.nan
 
     def effective(self) -> float:
-        """Return the varentropy the temperature loop meets at rest with the budget reacting: V + rho g s / (1 - g r)."""
+        """Return the varentropy that the temperature loop meets while the budget reacts: V + rho g s / (1 - g r)."""
         return self.varentropy + self.rho * self.slope * self.s / (1.0 - self.slope * self.r)
 
 
@@ -81,7 +81,7 @@ def slope_of(config: RunConfig) -> float:
     if law.name != "budget":
         return 0.0
     c = law.config
-    return -(c.theta_wide_nats - c.theta_nats) / (c.entropy_high_nats - c.entropy_low_nats)
+    return -float((c.theta_wide_nats - c.theta_nats) / (c.entropy_high_nats - c.entropy_low_nats))
 
 
 def coupled(
@@ -95,8 +95,8 @@ def coupled(
         With the ``feedback`` law; gain and observation lag are used.
     plant : Plant
     at : str
-        ``sensors``: cut where the entropies are read, L = plant times laws (negative feedback). ``actuators``: cut where
-        u and theta act. ``closed``: from added (tempered, model) entropy to (tempered, model) entropy, u and theta.
+        ``sensors``: cut where the entropies are read, L = plant times laws (negative feedback). ``actuators``: cut
+        where u and theta act. ``closed``: from added (tempered, model) entropy to (tempered, model) entropy, u and theta.
     b, c : float
         Filter weights of f and theta.
 

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import BadInputError
 from proofs.check import Assumptions, Subject
-from proofs.margins import Margins, closed, frequencies, gain_of, loop, margins, response, step
+from proofs.linear_loop import closed, frequencies, gain_of, loop, response, step
+from proofs.margins import Margins, margins
 from proofs.margins_coupled import Plant, coupled, slope_of, vertices
 from proofs.search import certify
 from proofs.search.gain import equilibrium_tail_mass
@@ -148,7 +149,7 @@ def _curves(name: str, L: control.StateSpace, w: npt.NDArray[np.float64]) -> dic
 
 
 def _locus(config: RunConfig, ema: float, limit: float) -> dict[str, npt.NDArray[Any]]:
-    """Poles over the loop gain k V, for this lag and one token more; ``limit`` is the loop gain that k V may not reach."""
+    """Poles over the loop gain k V, for this lag and one token more; ``limit``: the k V where this lag rings."""
     g = np.unique(np.concatenate((np.linspace(0.0, 1.5 * limit, 301), np.geomspace(1e-3, 1.0, 60) * limit)))
     parts = []
     for lag in (config.engine.observation_lag, config.engine.observation_lag + 1):

@@ -1,9 +1,9 @@
-r"""The phase portrait of the coupled loop in the plane of u = ln T and the budget theta: both shipped laws, frozen logits.
+r"""The phase portrait of the coupled loop in the plane of u = ln T and the budget theta: both shipped laws.
 
-Tempered entropy H(u) + rho theta, model entropy h = h0 + s (u - u*) + r theta, never below 0; rho, r, s are the
-assumptions' (taken positive), h0 is a free level: the middle of the budget's band unless it is given. The budget narrows at
-once and widens only after ``widen_after`` tokens that each ask for more, so (u, theta) is the state up to that timer;
-the field shows the step of a row whose timer is about to run out, and that of one whose timer has just started.
+On frozen logits: tempered entropy H(u) + rho theta, model entropy h = h0 + s (u - u*) + r theta, never below 0; rho, r,
+s are the assumptions' (taken positive), h0 is a free level: the middle of the budget's band unless it is given. The
+budget narrows at once and widens only after ``widen_after`` tokens that each ask for more, so (u, theta) is the state up
+to that timer; the field shows the step of a row whose timer is about to run out, and of one whose timer was just reset.
 Source: ours (the model is the specification's section 7 with the shipped laws in place of their linear forms).
 """
 
@@ -37,7 +37,7 @@ class Coupled:
     trajectories : dict
         ``start``, ``token``, ``u``, ``theta``, ``timer``, ``tempered``, ``model`` (nats).
     field : dict
-        ``u``, ``theta`` and the step from there: ``du``, ``widening`` (timer about to run out), ``holding`` (just reset).
+        ``u``, ``theta`` and the step from there: ``du``, ``widening`` (timer about to run out), ``holding`` (reset).
     curves : dict
         ``curve`` (``settled budget``: theta that asks for itself; ``target``: the tempered entropy is H*), ``u``,
         ``theta``.
@@ -95,7 +95,7 @@ def coupled(
     def model(u: FloatArray, theta: FloatArray) -> FloatArray:
         return np.maximum(level + s * (u - at) + r * theta, 0.0)
 
-    thermostat, meso = feedback.build(law), budget.build(b)
+    thermostat, meso = feedback.build(law), budget.Budget(b)
     low, high = math.log(law.t_min), math.log(law.t_max)
     narrow, wide = b.theta_nats, b.theta_wide_nats
     spots = [(x, y) for y in (0.0, 1.0) for x in (0.05, 0.35, 0.65, 0.95)] + [(0.2, 0.5), (0.8, 0.5)]

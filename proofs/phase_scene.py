@@ -202,7 +202,8 @@ def study(
     Returns
     -------
     trajectories, map : dict of str to ndarray
-        As :func:`proofs.phase.portrait` with a column ``lag``; and the update u(t+1) of each u(t) at lag 0 by arm.
+        As :func:`proofs.phase.portrait` with a column ``lag``; and, by arm, the update of each u that sees its own
+        entropy.
     findings : list of dict
         Per lag and arm: ``gain``, ``loop_gain``, the checker's ``status`` and ``theorem`` for that gain, and what
         the trajectories do in the end (``settles``, ``amplitude``, ``period``, ``at_clamp``).
@@ -212,14 +213,16 @@ def study(
     if scene.at is not None:
         starts[3] = min(high, scene.at + 0.02)
     grid = np.linspace(low, high, 401)
-    tables, maps, findings = [], [], []
+    tables, maps, findings, drawn = [], [], [], set()
     for lag in lags:
         arms = arms_of(scene, config.loop.temperature.config.gain, lag, gains)
         table = portrait(arms, scene.plant, starts, tokens, lag=lag)
         tables.append({"lag": np.full(table["u"].shape, lag), **table})
         for name, law in arms.items():
             after = np.asarray(feedback.build(law).update(grid, scene.plant(grid)), np.float64)
-            maps.append({"lag": np.full(grid.shape, lag), "arm": np.full(grid.shape, name), "u": grid, "next": after})
+            if name not in drawn:
+                maps.append({"arm": np.full(grid.shape, name), "u": grid, "next": after})
+            drawn.add(name)
             verdict = certify(_with(config, law, lag), vocab_size)
             findings.append(
                 {
