@@ -123,12 +123,14 @@ def _write_margins(work: Path, study: Any, numbers: dict[str, Any], config: RunC
     results.write_json(work / "margins.json", {**numbers, "stamp": stamp})
     worst = study.loops[0].margins
     filtered = "" if numbers["ema"] == 1.0 else f", entropies averaged with weight {numbers['ema']:g}"
+    room = f"unstable: k times {worst.gain_margin:.3g} is the limit"
+    if worst.stable:
+        room = f"gain margin {worst.gain_margin:.3g}, {worst.delay_margin_steps} more tokens of delay"
     drawing.draw(
         *(work / f"{name}.parquet" for name in ("loops", "frequency", "locus", "poles", "step")),
         work / "margins.png",
         title=f"feedback, k = {numbers['gain']:g}, lag {numbers['observation_lag']}{filtered}, "
-        f"{numbers['vocab_size']:,} tokens\nsteepest logits: gain margin {worst.gain_margin:.3g}, "
-        f"{worst.delay_margin_steps} more tokens of delay",
+        f"{numbers['vocab_size']:,} tokens\nsteepest logits: {room}",
         certified=study.certified,
     )
     if study.coupled:

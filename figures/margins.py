@@ -71,11 +71,11 @@ def draw(
             magnitude.loglog(w, curves["magnitude"][mine], **look)
             if i == 0:  # a varentropy scales L, so every loop has this phase
                 phase.semilogx(w, curves["phase_deg"][mine], color="black", lw=1.4)
-            sensitivity.loglog(w, curves["sensitivity"][mine], **look)
-            sensitivity.loglog(w, curves["complementary"][mine], ls="--", **look)
-            answer = answers["loop"] == name
-            token, entropy = answers["token"][answer], answers["entropy"][answer]
-            time.step(token[token > 0], entropy[token > 0], where="post", **look)
+            if rows["stable"][i]:  # else neither S nor a step response means anything
+                sensitivity.loglog(w, curves["sensitivity"][mine], **look)
+                sensitivity.loglog(w, curves["complementary"][mine], ls="--", **look)
+                answer = (answers["loop"] == name) & (answers["token"] > 0)
+                time.step(answers["token"][answer], answers["entropy"][answer], where="post", **look)
             if np.isfinite(rows["sensitivity_peak"][i]) and i == worst:
                 at = int(np.argmax(curves["sensitivity"][mine]))
                 sensitivity.annotate(
@@ -87,11 +87,17 @@ def draw(
                 magnitude.plot(cross, 1.0, "o", **look)
                 phase.plot([cross, cross], [-180.0, margin - 180.0], "-", lw=1.2, **look)
                 phase.plot(cross, margin - 180.0, "o", **look)
+                beside = int(np.sum((rows["crossover"] > 0.2 * cross) & (rows["crossover"] < cross)))
                 phase.annotate(
-                    f"{margin:.1f}°", (cross, margin - 180.0), xytext=(-5, -14 - 13 * (len(names) - 1 - i)),
-                    textcoords="offset points", ha="right", fontsize=8.5, color=colours[name],
+                    f"{margin:.1f}°",
+                    (cross, margin - 180.0),
+                    xytext=(-5, -13 * (1 + beside)),
+                    textcoords="offset points",
+                    ha="right",
+                    fontsize=8.5,
+                    color=colours[name],
                     bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
-                )  # fmt: skip
+                )
         magnitude.axhline(1.0, color="black", lw=0.8)
         phase.axhline(-180.0, color="black", lw=0.8)
         sensitivity.axhline(1.0, color="black", lw=0.8)
@@ -128,8 +134,8 @@ def draw(
         )
         figure.legend(
             handles=[
-                Line2D([], [], color=colours[name], label=f"{name}: k V = {float(g):.4g}")
-                for name, g in zip(names, rows["loop_gain"], strict=True)
+                Line2D([], [], color=colours[name], label=f"{name}: k V = {float(g):.4g}{'' if ok else ' UNSTABLE'}")
+                for name, g, ok in zip(names, rows["loop_gain"], rows["stable"], strict=True)
             ],
             loc="outside upper right",
             ncol=len(names),

@@ -151,7 +151,7 @@ def response(system: control.StateSpace, w: npt.ArrayLike) -> ComplexArray:
 
 
 def frequencies(slowest: float, count: int = 2000) -> FloatArray:
-    """Return frequencies in rad per token that show a loop whose loop gain is ``slowest``, up to pi (2 tokens a period).
+    """Return frequencies (rad per token) that show a loop of loop gain ``slowest``, up to pi: 2 tokens per period.
 
     Parameters
     ----------
@@ -179,7 +179,7 @@ def step(T: control.StateSpace, tokens: int) -> FloatArray:
     return np.asarray(signal.lfilter(num[0], den, np.ones(tokens)), np.float64)
 
 
-# -- files --------------------------------------------------------------------------------------------------------------
+# -- files ------------------------------------------------------------------------------------------------------------
 
 
 def _described(system: control.StateSpace) -> dict[str, Any]:

@@ -14,7 +14,7 @@ A **multi-loop disk margin** alpha lets both channels carry any gain and phase o
 min over d of the largest singular value of diag(1, d) M diag(1, 1/d) (Doyle 1982: exact up to three blocks), and the
 best d = sqrt(|M21| / |M12|) in closed form: a scaling leaves |det M|, so the largest singular value is least where the
 Frobenius norm is. The laws are diagonal, so a cut at the sensors and one at the actuators give the same M up to such a
-scaling, and the same margin. (python-control needs slycot for this, which has no wheels; for one channel they agree.) Source: ours.
+scaling, and the same margin. (python-control needs slycot for this, which has no wheels.) Source: ours.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def coupled(
     plant : Plant
     at : str
         ``sensors``: cut where the entropies are read, L = plant times laws (negative feedback). ``actuators``: cut
-        where u and theta act. ``closed``: from added (tempered, model) entropy to (tempered, model) entropy, u and theta.
+        where u and theta act. ``closed``: from added (tempered, model) entropy to both entropies, u and theta.
     b, c : float
         Filter weights of f and theta.
 

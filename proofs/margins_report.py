@@ -63,7 +63,7 @@ class Study:
     ----------
     loops : tuple of Loop
     certified : (float, float) or None
-        Largest certified gain, and the loop gain it has at the steepest of the loops it covers.
+        Largest certified gain, and the loop gain it has at the steepest of the loops it covers; None with a filter.
     coupled : dict
         Summary over the corners; empty where theta is constant.
     tables : dict
@@ -286,6 +286,7 @@ def study(
         both, more, others = _coupled(config, loops[0].margins.varentropy, assumed)
         tables |= more
         systems |= others
-    k, slack = float(certify(config, vocab_size).limit), limit * (1.0 + 1e-9)
+    # the certificate is about the shipped law, without a filter
+    k, slack = float(certify(config, vocab_size).limit) if ema == 1.0 else math.nan, limit * (1.0 + 1e-9)
     covered = [k * each.margins.varentropy for each in loops[:2] if k * each.margins.varentropy <= slack]
     return Study(loops, (k, max(covered)) if covered else None, both, tables, systems, tuple(notes))

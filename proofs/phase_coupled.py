@@ -2,8 +2,8 @@ r"""The phase portrait of the coupled loop in the plane of u = ln T and the budg
 
 On frozen logits: tempered entropy H(u) + rho theta, model entropy h = h0 + s (u - u*) + r theta, never below 0; rho, r,
 s are the assumptions' (taken positive), h0 is a free level: the middle of the budget's band unless it is given. The
-budget narrows at once and widens only after ``widen_after`` tokens that each ask for more, so (u, theta) is the state up
-to that timer; the field shows the step of a row whose timer is about to run out, and of one whose timer was just reset.
+budget narrows at once and widens only after ``widen_after`` tokens that each ask for more, so (u, theta) is the state
+up to that timer. The field shows the step of a row whose timer is about to run out, and of one whose timer was reset.
 Source: ours (the model is the specification's section 7 with the shipped laws in place of their linear forms).
 """
 

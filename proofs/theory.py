@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import BadInputError
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "ar1_threshold",
     "delay_limit",
     "ema_limit",
-    "margins",
     "phi_for_cut",
     "small_gain_slope",
     "white_ratio",
@@ -96,33 +94,3 @@ def small_gain_slope(autocorrelations: Sequence[float]) -> float:
     Negative, so that a small gain helps, exactly when they sum to more than 1/2.
     """
     return 0.5 - math.fsum(autocorrelations)
-
-
-def margins(config: RunConfig, varentropy: float) -> dict[str, float]:
-    """Return gain and delay margins of the linear loop u+ = u - k V u(t - d) at one varentropy.
-
-    Parameters
-    ----------
-    config : RunConfig
-        With the ``feedback`` law; k is its gain, d the engine's observation lag.
-    varentropy : float
-        V > 0, nats squared; V_max(n) gives the worst case.
-
-    Returns
-    -------
-    dict
-        ``loop_gain`` k V; ``gain_margin``, the factor on k at which the loop starts to ring (below 1: it already does);
-        ``delay_margin_steps``, how many more steps of delay it survives (negative: unstable now; inf as k V -> 0).
-
-    Raises
-    ------
-    BadInputError
-        For another law, a gain that is not positive (no margin exists), or V <= 0.
-    """
-    law, lag = config.loop.temperature, config.engine.observation_lag
-    if law.name != "feedback":
-        raise BadInputError("margins need integral action", field="law", value=law.name, allowed="feedback")
-    _within("varentropy", varentropy, 0.0, math.inf)
-    g = _within("gain", law.config.gain, 0.0, math.inf) * varentropy
-    slowest = -1 if g >= 2.0 else math.ceil((math.pi / math.asin(g / 2.0) - 2.0) / 4.0) - 1
-    return {"loop_gain": g, "gain_margin": delay_limit(lag) / g, "delay_margin_steps": float(slowest - lag)}

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from entropic_ctl import config
 from entropic_ctl.errors import BadInputError
 from proofs import theory
 
@@ -104,22 +103,6 @@ def test_ema_limit_is_sharp(b: float) -> None:
     assert radius(0.999 * limit) < 1 < radius(1.001 * limit)
 
 
-def make(gain: float, lag: int = 0, law: str = "feedback") -> config.RunConfig:
-    table = {"law": law, "gain": gain} if law == "feedback" else {"law": law}
-    return config.from_mapping({"engine": {"observation_lag": lag}, "loop": {"temperature": table}})
-
-
-@given(st.floats(0.001, 0.3), st.floats(0.1, 40.0), st.sampled_from([0, 1]))
-def test_margins_are_where_the_loop_breaks(gain: float, v: float, lag: int) -> None:
-    found = theory.margins(make(gain, lag), v)
-    assert found["loop_gain"] == pytest.approx(gain * v)
-    assert found["gain_margin"] * found["loop_gain"] == pytest.approx(theory.delay_limit(lag))
-    total = found["delay_margin_steps"] + lag
-    if total >= 0:
-        assert found["loop_gain"] < theory.delay_limit(int(total)) * (1 + 1e-12)
-    assert found["loop_gain"] >= theory.delay_limit(int(total) + 1) * (1 - 1e-12)
-
-
 def test_bad_arguments() -> None:
     for call in (
         lambda: theory.white_ratio(2.0),
@@ -128,9 +111,6 @@ def test_bad_arguments() -> None:
         lambda: theory.delay_limit(-1),
         lambda: theory.ema_limit(0.0),
         lambda: theory.phi_for_cut(1.0),
-        lambda: theory.margins(make(-0.1), 1.0),
-        lambda: theory.margins(make(0.1), 0.0),
-        lambda: theory.margins(make(0.1, law="fixed"), 1.0),
     ):
         with pytest.raises(BadInputError):
             call()
