@@ -128,11 +128,11 @@ def _gain_margin(L: control.StateSpace, w: FloatArray, values: ComplexArray) -> 
 
 def _disk(L: control.StateSpace, w: FloatArray) -> tuple[float, float, float, float]:
     """Return (alpha, least gain, largest gain, phase in degrees) of the balanced disk margin."""
-    grid = w
-    for _ in range(4):  # narrow the grid about the worst frequency
+    grid = np.append(w[:-1:8], w[-1])
+    for _ in range(5):  # narrow the grid about the worst frequency
         alpha = np.asarray(control.disk_margins(L, grid, returnall=True)[0])
         at = int(np.argmin(alpha))
-        grid = np.linspace(grid[max(0, at - 1)], grid[min(grid.shape[0] - 1, at + 1)], 101)
+        grid = np.linspace(grid[max(0, at - 1)], grid[min(grid.shape[0] - 1, at + 1)], 41)
     worst = float(alpha.min())
     high = math.inf if worst >= 2.0 else (1 + worst / 2) / (1 - worst / 2)
     return worst, (1 - worst / 2) / (1 + worst / 2), high, math.degrees(2 * math.atan(worst / 2))

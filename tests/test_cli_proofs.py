@@ -37,7 +37,7 @@ def config(tmp_path: Path, bank_file: Path) -> Any:
     return write
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("lag", [1])
 def test_margins_writes_tables_figures_and_systems(config: Any, tmp_path: Path, lag: int) -> None:
     out, loops, numbers = tmp_path / "out", tmp_path / "loops.json", tmp_path / "m.json"
     run = config(lag=lag)
@@ -56,14 +56,15 @@ def test_margins_writes_tables_figures_and_systems(config: Any, tmp_path: Path, 
     assert read_table(out / "locus.csv")[0].keys() == read_table(out / "locus.parquet")[0].keys()
     for name in ("margins.png", "coupled.png"):
         assert (out / name).read_bytes()[:4] == b"\x89PNG"
-    assert margins.load(loops, "given1_L").states is not None
+    assert margins.load(loops, "given1_L").nstates == 1 + lag
     again = entropic("margins", config(lag=lag, gain=0.01), "--out", out)
     assert again[0] == 2
     assert "another configuration" in again[2]
 
 
 def test_margins_of_an_unstable_loop_exit_1(config: Any, tmp_path: Path) -> None:
-    status, shown, _ = entropic("margins", config(gain=0.5), "--out", tmp_path / "out", "--vocab", 49_152)
+    run = config(gain=0.5, pruning='law = "off"')
+    status, shown, _ = entropic("margins", run, "--out", tmp_path / "out", "--vocab", 49_152)
     assert status == 1
     assert "NO" in shown
     assert (tmp_path / "out" / "margins.png").is_file()
@@ -115,7 +116,7 @@ def test_a_vocabulary_of_two_and_a_filter(config: Any) -> None:
     assert "certified" not in shown
 
 
-@pytest.mark.parametrize("plant", ["target", "sharpest", "recorded"])
+@pytest.mark.parametrize("plant", ["sharpest", "recorded"])
 def test_phase_writes_a_portrait_of_each_plant(config: Any, tmp_path: Path, plant: str) -> None:
     out = tmp_path / "out"
     status, shown, error = entropic(
