@@ -14,16 +14,17 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import control
 import numpy as np
 import numpy.typing as npt
-from scipy import signal
 
 from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.results import atomic, write_json
+
+if TYPE_CHECKING:
+    import control
 
 __all__ = ["ComplexArray", "FloatArray", "closed", "frequencies", "gain_of", "load", "loop", "response", "save", "step"]
 
@@ -84,6 +85,8 @@ def loop(
     BadInputError
         For another law, a gain that is not positive, or a varentropy or weight out of range.
     """
+    import control  # it brings in much of scipy
+
     k = gain_of(config) if gain is None else gain
     lag = config.engine.observation_lag if lag is None else lag
     if lag < 0:
@@ -127,6 +130,8 @@ def closed(L: control.StateSpace) -> tuple[control.StateSpace, control.StateSpac
     L : control.StateSpace
         From error to entropy, strictly proper, one input and output.
     """
+    import control
+
     A, B, C = (np.asarray(m) for m in (L.A, L.B, L.C))
     said: dict[str, Any] = {"states": list(L.state_labels), "remove_useless_states": False}
     S = control.StateSpace(
@@ -173,6 +178,9 @@ def step(T: control.StateSpace, tokens: int) -> FloatArray:
         One input, one output.
     tokens : int
     """
+    import control
+    from scipy import signal
+
     if tokens <= 2000:
         return np.asarray(control.step_response(T, np.arange(tokens)).outputs, np.float64).ravel()
     num, den = signal.ss2tf(T.A, T.B, T.C, T.D)
@@ -243,6 +251,8 @@ def load(path: str | Path, name: str | None = None) -> control.StateSpace:
     >>> from proofs import margins                                            # doctest: +SKIP
     >>> L = margins.load("loops.json", "v_max_L")                             # doctest: +SKIP
     """
+    import control
+
     where = str(path)
     try:
         systems = dict(json.loads(Path(path).read_text(encoding="utf-8"))["systems"])

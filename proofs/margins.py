@@ -12,9 +12,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import control
 import numpy as np
 from scipy import optimize
 
@@ -31,6 +30,9 @@ from proofs.linear_loop import (
     save,
     step,
 )
+
+if TYPE_CHECKING:
+    import control
 
 __all__ = ["Margins", "load", "loop", "margins", "save"]
 
@@ -128,6 +130,8 @@ def _gain_margin(L: control.StateSpace, w: FloatArray, values: ComplexArray) -> 
 
 def _disk(L: control.StateSpace, w: FloatArray) -> tuple[float, float, float, float]:
     """Return (alpha, least gain, largest gain, phase in degrees) of the balanced disk margin."""
+    import control
+
     grid = np.append(w[:-1:8], w[-1])
     for _ in range(5):  # narrow the grid about the worst frequency
         alpha = np.asarray(control.disk_margins(L, grid, returnall=True)[0])

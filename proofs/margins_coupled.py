@@ -23,9 +23,8 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import control
 import numpy as np
 import numpy.typing as npt
 
@@ -33,6 +32,9 @@ from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import BadInputError
 from proofs.check import Assumptions
 from proofs.linear_loop import frequencies, gain_of, response
+
+if TYPE_CHECKING:
+    import control
 
 __all__ = ["Plant", "coupled", "disk_margin", "slope_of", "structured", "vertices"]
 
@@ -110,6 +112,8 @@ def coupled(
     BadInputError
         As :func:`proofs.margins.gain_of`, or for another ``at``.
     """
+    import control
+
     if at not in ("closed", "sensors", "actuators"):
         raise BadInputError("no such cut", field="at", value=at, allowed="closed, sensors, actuators")
     k, lag, g = gain_of(config), config.engine.observation_lag, plant.slope

@@ -11,9 +11,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import control
 import numpy as np
 import numpy.typing as npt
 
@@ -26,6 +25,9 @@ from proofs.margins_coupled import Plant, coupled, slope_of, vertices
 from proofs.search import certify
 from proofs.search.gain import equilibrium_tail_mass
 from proofs.vmax import maximum, two_level
+
+if TYPE_CHECKING:
+    import control
 
 __all__ = ["STATIC", "Loop", "Study", "places", "static", "study"]
 
@@ -150,6 +152,8 @@ def _curves(name: str, L: control.StateSpace, w: npt.NDArray[np.float64]) -> dic
 
 def _locus(config: RunConfig, ema: float, limit: float) -> dict[str, npt.NDArray[Any]]:
     """Poles over the loop gain k V, for this lag and one token more; ``limit``: the k V where this lag rings."""
+    import control
+
     g = np.unique(np.concatenate((np.linspace(0.0, 1.5 * limit, 301), np.geomspace(1e-3, 1.0, 60) * limit)))
     parts = []
     for lag in (config.engine.observation_lag, config.engine.observation_lag + 1):
