@@ -35,8 +35,8 @@ from entropic_ctl.signals import FloatArray
 
 __all__ = ["TopKInterval", "interval_from_logits", "interval_from_logprobs", "interval_from_probabilities"]
 
-_SLACK = 2.0**-46
-"""Outward rounding per unit of ln n: 64 times the unit roundoff of float64, above the error of the sums used."""
+_SLACK = 2.0**-44
+"""Outward rounding per unit of 1 + ln n; above the rounding of any k probabilities at T = 1 (proved: proof book, 8)."""
 
 _GUARD = 1.05
 """Factor on a declared rounding."""
@@ -68,6 +68,25 @@ def _surprisal(p: FloatArray) -> FloatArray:
     return out
 
 
+def _sum(x: FloatArray) -> FloatArray:
+    """Return the sum over the last axis in pairs: an entry passes through at most ceil(log2 k) additions."""
+    if x.shape[-1] == 0:
+        return np.zeros(x.shape[:-1])
+    while x.shape[-1] > 1:
+        pairs = x[..., :-1:2] + x[..., 1::2]
+        x = np.concatenate([pairs, x[..., -1:]], -1) if x.shape[-1] % 2 else pairs
+    return x[..., 0]
+
+
+def _sums_before(x: FloatArray) -> FloatArray:
+    """Return the sum of the entries before each one, and of all (k + 1 columns); additions as in :func:`_sum`."""
+    total, reach = x, 1
+    while reach < x.shape[-1]:
+        total = np.concatenate([total[..., :reach], total[..., reach:] + total[..., :-reach]], -1)
+        reach *= 2
+    return np.concatenate([np.zeros((*x.shape[:-1], 1)), total], -1)
+
+
 def _even(e: FloatArray, m: float) -> FloatArray:
     """Return the entropy of mass e spread evenly over m tokens."""
     out: FloatArray = _surprisal(e) + e * np.log(max(m, 1.0))
@@ -91,19 +110,19 @@ def _packed(e: FloatArray, cap: FloatArray) -> FloatArray:
 def _box(low: FloatArray, high: FloatArray, m: float) -> tuple[FloatArray, FloatArray, npt.NDArray[np.bool_]]:
     """Return (lower, upper, feasible) over p in [low, high] (columns sorted, falling) and m tokens in [0, p_k]."""
     cap = high[..., -1]
-    spare = 1.0 - low.sum(-1)
+    spare = 1.0 - _sum(low)
     room = high - low
-    feasible = (spare >= -_SLACK) & (spare <= room.sum(-1) + m * cap + _SLACK)
-    used = np.cumsum(room, -1)
-    added = np.clip(spare[..., None] - (used - room), 0.0, room)
-    e = np.clip(spare - used[..., -1], 0.0, None)
-    lower = _surprisal(low + added).sum(-1) + _packed(e, cap)
+    before = _sums_before(room)
+    feasible = (spare >= -_SLACK) & (spare <= before[..., -1] + m * cap + _SLACK)
+    added = np.clip(spare[..., None] - before[..., :-1], 0.0, room)
+    e = np.clip(spare - before[..., -1], 0.0, None)
+    lower = _sum(_surprisal(low + added)) + _packed(e, cap)
     floor, ceiling = np.zeros(cap.shape), np.ones(cap.shape)
     for _ in range(90):  # the water level, to the last bit of a level of 1e-10
         level = 0.5 * (floor + ceiling)
-        short = np.clip(level[..., None], low, high).sum(-1) + m * np.minimum(level, cap) < 1.0
+        short = _sum(np.clip(level[..., None], low, high)) + m * np.minimum(level, cap) < 1.0
         floor, ceiling = np.where(short, level, floor), np.where(short, ceiling, level)
-    upper = _surprisal(np.clip(ceiling[..., None], low, high)).sum(-1) + m * _surprisal(np.minimum(ceiling, cap))
+    upper = _sum(_surprisal(np.clip(ceiling[..., None], low, high))) + m * _surprisal(np.minimum(ceiling, cap))
     return lower, upper, feasible
 
 

@@ -8,6 +8,7 @@ in integer arithmetic. The result is the hull of the two, so it is right if *eit
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 from flint import arb, ctx, fmpq
@@ -96,6 +97,7 @@ def _series_exp(x: Fraction, bits: int) -> Interval:
     return Interval(ends[0], ends[1])
 
 
+@lru_cache(maxsize=64)
 def _atanh_series(z: Fraction, work: int, *, up: bool) -> Fraction:
     """Bound atanh z for 0 <= z <= 1/3 from above or below: sum z^(2j+1)/(2j+1), rest at most last term / (1 - z^2)."""
     z = _round(z, work, up=up)
