@@ -15,9 +15,10 @@ in any order of summation, fused or not. Hence, with the scale's own rounding an
     |s - exact| <= scale g_{D+6} |q|_2 max_i |k_i|_2                                     (real keys; Cauchy-Schwarz)
 
 where the shadow's two extra roundings (product by the step, sum with the minima's part) are inside the +6. A
-log-sum-exp of n scores adds at most (n + 32) u plus 4 u |lse|, for n up to 10^4 (n + 40 for n up to 10^5, which the
-long sums below use): g_n for the sum; 4 u for exp to 2 ulp; for subtracting the maximum u times the softmax mean of
-|d| = max - score, which is the entropy less ln sum e^-d and so at most ln n; 2 u ln n for the logarithm. A score cap is
+log-sum-exp of n scores adds at most (n + 5 ln n + 16) u plus 4 u |lse|: n u for the sum of positive terms; 4 u for exp
+to 2 ulp; for subtracting the maximum u times the softmax mean of |d| = max - score, which is the entropy less
+ln sum e^-d and so at most ln n; 4 u ln n for the logarithm to 2 ulp. Merging two partial states is inside the +8 of
+:func:`_exact_slack`. The constants are checked in exact rationals (theorem 9 of the proof book). A score cap is
 1-Lipschitz and adds 8 u cap. Reduced-precision float32 products (TF32, bf16) would break the first line and are
 refused.
 """
@@ -45,8 +46,8 @@ def _gamma(n: int) -> float:
     return n * _U / (1.0 - n * _U)
 
 
-def _lse_slack(lse: FloatArray, terms: int) -> FloatArray:
-    return (terms + 32) * _U + 4 * _U * np.abs(lse)
+def _lse_slack(lse: FloatArray, terms: int | npt.NDArray[np.int64]) -> FloatArray:
+    return (terms + 5.0 * np.log(terms) + 16.0) * _U + 4 * _U * np.abs(lse)
 
 
 def page_bounds(

@@ -8,8 +8,9 @@ and -ln(1 - m) <= theta must hold *for every query head* *(ours)*. Pages are dro
 bound while the budget lasts: one order for all budgets, so the kept sets are nested in theta. A KV head reads the union
 of what its query heads need, which only lowers each one's m. Query head h reads KV head h // (H / n_kv_heads).
 
-``group_mean`` applies the budget to the mean of m over the query heads of a KV head: fewer pages, but a single head may
-lose up to group-size times the budget. The certificate returned is per query head in both cases, and true in both.
+``group_mean`` applies the budget to the mean of m over the G query heads of a KV head: fewer pages, but a single head
+may lose G times the mass the budget allows, which in nats is more than G times the budget (without limit where G times
+the mass reaches 1). The certificate returned is per query head in both cases, and true in both.
 
 This module is the float64 reference; a device version is tested against it.
 """

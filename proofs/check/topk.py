@@ -149,7 +149,7 @@ def claims(subject: Subject, hints: Hints) -> list[Claim]:
     rounding = Claim("top-k-rounding", status, told, numbers)
     if target is None:
         return [rounding, Claim("top-k", "not applicable", "the temperature law has no target to make examples of")]
-    if not 0 < target or Fraction(target) >= log(Fraction(n), _BITS).lo:
+    if target <= 0 or Fraction(target) >= log(Fraction(n), _BITS).lo:
         why = f"a target of {target!r} nats is at or beyond the ends of what {n:,} tokens can have"
         return [rounding, Claim("top-k", "not applicable", why)]
     shapes = _shapes(hints, n, Fraction(target))
@@ -165,7 +165,7 @@ def claims(subject: Subject, hints: Hints) -> list[Claim]:
         else "infeasible"
     )
     reason = (
-        f"at the target of {target!r} nats the top {sizes[0]} of a geometric law leave {interval}, ends attained; of two "
-        f"levels over {n:,} tokens a sum without tail term misses {missed:.4f} nats, the interval nothing"
+        f"at the target of {target!r} nats the top {sizes[0]} of a geometric law leave {interval}, ends attained; of "
+        f"two levels over {n:,} tokens a sum without tail term misses {missed:.4f} nats, the interval nothing"
     )
     return [rounding, Claim("top-k", "proved", reason, {"geometric": light, "two_level": heavy})]
