@@ -109,8 +109,8 @@ def _page_interval(subject: Subject) -> Claim:
     }
     short = [name for name, gap in rounding_gaps(engine.page_tokens, tokens, pages).items() if gap < 0]
     told = (
-        f"for heads of up to {HEAD_SIZE} channels, pages of {engine.page_tokens} tokens and contexts of {tokens:,}, the "
-        "float32 slack of the page intervals "
+        f"for heads of up to {HEAD_SIZE} channels, pages of {engine.page_tokens} tokens and contexts of {tokens:,} "
+        "the float32 slack of the page intervals "
     )
     if short:
         return Claim("page-interval", "unknown", f"{told}is not shown to cover {short[0]}", numbers)
@@ -130,8 +130,8 @@ def _misranks(page_tokens: int) -> Claim:
     if not certain < Fraction(1, 10**5):
         return Claim("entropic-share-misranks", "unknown", "the second counter-example fails")
     reason = (
-        f"with pages of {page_tokens} tokens, one with 0.99 of the mass on one token has share {float(heavy.hi):.5f} and "
-        f"ranks behind {diffuse} diffuse pages with the rest; one with 1 - 1e-6 has {float(certain):.2g}, below a "
+        f"with pages of {page_tokens} tokens, one with mass 0.99 on one token has share {float(heavy.hi):.5f} and "
+        f"ranks behind {diffuse} diffuse pages with the rest; one with 1 - 1e-6 has less than a "
         "threshold of 1e-5: the share measures spread, so no config can select it"
     )
     numbers = {

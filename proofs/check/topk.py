@@ -82,7 +82,7 @@ def two_level(tail: Fraction, n: int, k: int) -> Top:
     """Return the top k of (1-r, r/(n-1), ...)."""
     level = tail / (n - 1)
     known = _add(surprisal(1 - tail), _times(k - 1, surprisal(level)))
-    return Top(known, (n - k) * level, level, n - k)
+    return Top(known, (n - k) * level, level if k > 1 else 1 - tail, n - k)
 
 
 def rounding_error(n: int, k: int) -> Fraction:
