@@ -1,0 +1,296 @@
+"""Theorem 9 against the shipped code: identities, budget, selection, and page intervals in exact rationals."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from entropic_ctl import config
+from entropic_ctl.pruning import select as select_module
+from entropic_ctl.pruning.laws import budget
+from entropic_ctl.pruning.scores import entropic_share, mass
+from entropic_ctl.pruning.select import select
+from proofs.check import Claim, Hints, Subject, pruning
+from proofs.check.pruning import gamma, identities, lse_error, lse_slack, merge_error, rounding_gaps, select_slack
+from proofs.enclosures import Interval, exp, log
+
+EPS32 = Fraction(1, 2**24)
+
+
+def claims(law: str = "budget", engine: dict[str, Any] | None = None, **values: Any) -> dict[str, Claim]:
+    run = config.from_mapping({"engine": engine or {}, "loop": {"pruning": {"law": law, **values}}})
+    return {claim.theorem: claim for claim in pruning.claims(Subject(run, 49_152), Hints({}))}
+
+
+# what a budget loses
+
+weights = st.lists(st.integers(1, 50), min_size=1, max_size=6)
+
+
+@given(weights, weights, st.lists(st.integers(-9, 9), min_size=12, max_size=12))
+def test_identities_hold_exactly_and_the_loss_is_the_divergence(
+    kept: list[int], dropped: list[int], v: list[int]
+) -> None:
+    total = sum(kept) + sum(dropped)
+    a, b = [Fraction(w, total) for w in kept], [Fraction(w, total) for w in dropped]
+    assert identities(a, b, [Fraction(x) for x in v[: len(a) + len(b)]])
+    assert not identities([x / 2 for x in a], b, [Fraction(x) for x in v[: len(a) + len(b)]])  # no distribution
+    m = sum(b)
+    divergence = [x / (1 - m) * part for x in a for part in (log((x / (1 - m)) / x).lo,)]
+    assert float(sum(divergence)) == pytest.approx(-math.log1p(-float(m)), rel=1e-12)
+
+
+@given(
+    st.floats(0.0, 5.0),
+    st.floats(0.0, 5.0),
+    st.integers(1, 5),
+    st.lists(st.floats(0.0, 12.0), min_size=1, max_size=40),
+)
+def test_shipped_law_never_exceeds_the_wide_budget(a: float, b: float, dwell: int, entropies: list[float]) -> None:
+    law = budget.build(budget.Config(theta_nats=min(a, b), theta_wide_nats=max(a, b), widen_after=dwell))
+    theta, timer = (np.array([x]) for x in law.start())
+    for h in entropies:
+        assert theta[0] <= max(a, b)
+        theta, timer = law.update(theta, timer, np.array([h]))
+    assert min(a, b) <= theta[0] <= max(a, b)
+
+
+def two_pages(m: float) -> tuple[np.ndarray, np.ndarray]:
+    """A candidate page of mass ``m`` and a protected one with the rest, for one head: exact intervals."""
+    scores = np.log([[m, 1 - m]])
+    return scores, scores
+
+
+@pytest.mark.parametrize("theta", [1e-6, 0.02, 0.03, 1.0, 5.0])
+def test_selection_is_sharp_at_the_budget(theta: float) -> None:
+    m = float(claims(theta_nats=theta, theta_wide_nats=theta)["pruning"].numbers["mass"])
+    hair = 1e-8 * min(m, 1 - m)
+    for mass_, kept in ((m - hair, False), (m + hair, True)):
+        got = select(*two_pages(mass_), [False, True], theta, 1)
+        assert got.kept.tolist() == [[kept, True]]
+        assert got.mass[0] == pytest.approx(0.0 if kept else mass_, rel=1e-11)
+
+
+@pytest.mark.parametrize("group", [2, 4, 8])
+def test_a_group_mean_lets_one_head_lose_more_than_its_size_times_the_budget(group: int) -> None:
+    theta = 0.03
+    row = claims(theta_wide_nats=theta, selection="group_mean")["pruning"].numbers["of_one_head_by_group"][str(group)]
+    m = (1 - 1e-9) * float(row["mass"])
+    scores = np.log([[m, 1 - m], *[[1e-14, 1.0]] * (group - 1)])  # one head has all the loss
+    mean = select(scores, scores, [False, True], theta, 1, selection="group_mean")
+    assert mean.kept.tolist() == [[False, True]]
+    loss = -math.log1p(-float(mean.mass[0]))
+    assert group * theta < loss <= float(row["loss_nats"]) * (1 + 1e-9)
+    assert loss == pytest.approx(float(row["loss_nats"]), rel=1e-7)
+    assert select(scores, scores, [False, True], theta, 1).kept.all()  # a union refuses it
+    more = np.log([[m * (1 + 1e-6), 1 - m * (1 + 1e-6)], *[[1e-14, 1.0]] * (group - 1)])
+    assert select(more, more, [False, True], theta, 1, selection="group_mean").kept.all()
+
+
+def test_other_configs_other_words() -> None:
+    found = claims()["pruning"]
+    assert found.numbers["mass"] == "0.029554466451492"
+    assert "every query head" in found.reason
+    wide = claims(theta_wide_nats=2.0, selection="group_mean")["pruning"].numbers["of_one_head_by_group"]
+    assert wide["2"]["loss_nats"] is None  # 2 (1 - e^-2) > 1: one head may lose everything
+    assert claims(theta_nats=0.0, theta_wide_nats=0.0)["pruning"].numbers["mass"] == "0"
+    assert claims(engine={"max_context": 80})["pruning"].numbers["mass"] == "0"
+    assert claims(engine={"max_context": 81})["pruning"].numbers["mass"] != "0"
+    assert {claim.status for claim in claims("off").values()} == {"not applicable"}
+
+
+def test_an_unknown_law_is_never_proved() -> None:
+    run = config.from_mapping({"loop": {"pruning": {"law": "budget"}}})
+    object.__setattr__(run.loop.pruning, "name", "other")
+    assert {claim.status for claim in pruning.claims(Subject(run, 100), Hints({}))} == {"unknown"}
+
+
+# the literal entropic share
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 9, 16, 64, 1024])
+def test_literal_share_misranks_for_every_page_size(size: int) -> None:
+    claim = claims(engine={"page_tokens": size})["entropic-share-misranks"]
+    assert claim.status == "proved"
+
+    def pages(heavy: float, diffuse: int) -> np.ndarray:
+        a = np.full((diffuse + 1, size), (1 - heavy) / (diffuse * size))
+        a[0] = 0.0
+        a[0, 0] = heavy
+        return a
+
+    behind = claim.numbers["diffuse_pages"]
+    assert behind == (9 if size >= 9 else claim.numbers["diffuse_pages"])
+    share = entropic_share.importance(pages(0.99, behind))
+    assert share.argmin() == 0
+    assert mass.importance(pages(0.99, behind)).argmax() == 0
+    assert share[0] == pytest.approx(float(claim.numbers["share_of_0.99"]), rel=1e-12)
+    assert share[1] == pytest.approx(float(claim.numbers["share_of_a_diffuse_page"]), rel=1e-12)
+    if behind < 9:  # and no further
+        assert entropic_share.importance(pages(0.99, behind + 1)).argmin() != 0
+    assert entropic_share.importance(pages(1 - 1e-6, 200))[0] < 1e-5 < mass.importance(pages(1 - 1e-6, 200))[0]
+
+
+# slack
+
+
+def test_slack_of_select_is_the_shipped_one() -> None:
+    for terms in (1, 100, 10**6):
+        s = float(select_slack(terms))
+        for u, z in ((0.1, 1.0), (1e-6, 3.0)):
+            expected = u * (1 + s) / (u * (1 + s) + z * (1 - s))
+            got = select_module._mass(np.array([u]), np.array([z]), terms)[0]
+            assert got == pytest.approx(expected, rel=2e-15)
+            assert got > u / (u + z) * (1 + s * z / (u + z))
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16, 1024])
+@pytest.mark.parametrize("tokens", [2, 8192, 2**20, 2**24])
+def test_granted_slack_covers_the_rounding(page_tokens: int, tokens: int) -> None:
+    for head in (1, 64, 256):
+        gaps = rounding_gaps(page_tokens, tokens, -(-tokens // page_tokens), head)
+        assert {name: gap for name, gap in gaps.items() if gap < 0} == {}
+
+
+def test_beyond_what_is_shown_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    huge = {"page_tokens": 1024, "pages": 2**24, "max_context": 2**31 - 1}
+    assert claims()["page-interval"].status == "proved"
+    assert claims(engine=huge)["page-interval"].status == "unknown"
+    monkeypatch.setattr(pruning, "lse_slack", lambda n: n * EPS32)  # the sum's rounding alone
+    found = claims()["page-interval"]
+    assert found.status == "unknown"
+    assert "log-sum-exp of a page" in found.reason
+    monkeypatch.setattr(pruning, "lse_slack", lambda n: (n + 32) * EPS32)  # a constant in place of ln n: fails from
+    assert rounding_gaps(16, 10**5, 10**4)["the log-sum-exp of all that is read"] < 0  # some length on
+
+
+torch = pytest.importorskip("torch")
+
+from backends.attention import PagedBatch  # noqa: E402
+from backends.attention import pruned as shipped  # noqa: E402
+from backends.attention.audit import single_row_plan  # noqa: E402
+from backends.attention.reference import Scoring, State, attend, merge  # noqa: E402
+from backends.kv_cache import PagedKVCache, quantise  # noqa: E402
+from entropic_ctl.pruning.base import PruningConfig  # noqa: E402
+
+
+def test_constants_are_the_shipped_ones() -> None:
+    assert Fraction(shipped._U) == EPS32
+    for n in (7, 70, 262):
+        assert shipped._gamma(n) == pytest.approx(float(gamma(n)), rel=1e-15)
+    for n in (1, 16, 1024, 10**6):
+        for value in (0.0, -7.0, 1e4):
+            got = shipped._lse_slack(np.array([value]), n)[0]
+            assert got == pytest.approx(float(lse_slack(n) + 4 * EPS32 * Fraction(abs(value))), rel=1e-14)
+    exact = shipped._exact_slack(np.array([[3.0]]), np.array([[5.0]]), np.array([[0.0]]), np.array([100]), 64)[0, 0]
+    g = float(gamma(70))
+    assert exact == pytest.approx(15 * g * (1 + 8 * g) + float(lse_slack(108)), rel=1e-14)
+
+
+def true_lse(x: np.ndarray) -> float:
+    top = x.max()
+    return float(top + np.log(np.exp((x - top).astype(np.longdouble)).sum()))
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 10.0])
+@pytest.mark.parametrize("n", [1, 16, 1000, 100_000])
+def test_float32_log_sum_exp_is_within_its_bound(n: int, spread: float) -> None:
+    g = torch.Generator().manual_seed(n)
+    worst = 0.0
+    for offset in (0.0, -3.3, 50.0):
+        s = torch.randn(n, generator=g) * spread + offset
+        got, true = float(torch.logsumexp(s, -1)), true_lse(s.double().numpy())
+        assert abs(got - true) <= float(lse_error(n)) + float(EPS32) * abs(got)
+        worst = max(worst, abs(got - true))
+        one = torch.ones(1, n, 1)
+        halves = [
+            attend(torch.ones(1, 1, 1), part[None, :, None], one[:, : len(part)], Scoring(1.0))
+            for part in s.split(n // 2 + 1)
+        ]
+        both: State = merge(halves[0], halves[-1]) if len(halves) > 1 else halves[0]
+        assert abs(float(both.lse) - true) <= float(merge_error(n)) + 2 * float(EPS32) * abs(float(both.lse))
+    assert n == 1 or worst > 0  # there is rounding to cover
+
+
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+KEYS = {
+    "normal": lambda x: x,
+    "constant page": lambda x: x[:1].expand_as(x).clone(),
+    "large and constant": lambda x: 100 + x[:1].expand_as(x).clone(),
+    "offset": lambda x: 20 + 0.1 * x,
+    "tiny": lambda x: x * 1e-6,
+    "wide": lambda x: x**5,
+}
+
+
+def exact(x: torch.Tensor) -> list[Any]:
+    rows = x.double().tolist()
+    return [[Fraction(v) for v in row] for row in rows] if x.ndim == 2 else [Fraction(v) for v in rows]
+
+
+@pytest.mark.parametrize("keys", KEYS)
+@given(dtypes, st.sampled_from([3, 8]), st.sampled_from([0.3, 3.0]), st.integers(0, 2**31 - 1))
+@settings(max_examples=40)
+def test_stored_error_and_page_interval_hold_in_exact_rationals(
+    keys: str, dtype: torch.dtype, dim: int, size: float, seed: int
+) -> None:
+    g, page = torch.Generator().manual_seed(seed), 4
+    cache = PagedKVCache(1, 1, dim, 1, page, dtype)
+    cache.k[0, 0, 0] = KEYS[keys](torch.randn(page, dim, generator=g, dtype=torch.float64)).to(dtype)
+    cache.v.zero_()
+    assume(bool((cache.k.abs() <= 65504).all()))
+    k = exact(cache.k[0, 0, 0])
+    codes, step, minimum, error = (exact(x.double()) for x in quantise(cache.k[0, 0, 0]))
+    for row, code in zip(k, codes, strict=True):
+        for d in range(dim):
+            assert abs(row[d] - (minimum[d] + step[d] * code[d])) <= error[d]
+    cache.seal_pages(np.arange(1))
+    query = (torch.randn(1, 1, 1, dim, generator=g) * size).to(dtype).float()
+    scale = 1 / math.sqrt(dim)
+    lower, upper = shipped.page_bounds(cache, 0, torch.arange(1), query, Scoring(scale))
+    q = exact(query[0, 0, 0])
+    scores = [Fraction(scale) * sum((a * b for a, b in zip(q, row, strict=True)), Fraction(0)) for row in k]
+    top = max(scores)
+    parts = [exp(s - top, 64) for s in scores]
+    total = Interval(sum((p.lo for p in parts), Fraction(0)), sum((p.hi for p in parts), Fraction(0)))
+    assert Fraction(float(lower[0, 0])) <= top + log(total.lo, 64).lo
+    assert top + log(total.hi, 64).hi <= Fraction(float(upper[0, 0]))
+
+
+def test_without_float_slack_constant_float32_pages_break_the_interval() -> None:
+    """The hard case: every key of a page equal, so the stored error is next to nothing and rounding is all there is."""
+    g, dim, page, trials = torch.Generator().manual_seed(3), 64, 16, 200
+    cache = PagedKVCache(1, 1, dim, trials, page, torch.float32)
+    cache.k[0] = torch.randn(trials, 1, 1, dim, generator=g).half().float().expand(trials, 1, page, dim)
+    cache.v.zero_()
+    cache.seal_pages(np.arange(trials))
+    query = torch.randn(trials, 1, 1, dim, generator=g)
+    lower, upper = shipped.page_bounds(cache, 0, torch.arange(trials), query, Scoring(0.125))
+    s = torch.einsum("thgd,thpd->tp", query.double(), cache.k[0].double()) * 0.125
+    true = torch.logsumexp(s, -1).numpy()
+    assert (lower[:, 0] <= true).all()
+    assert (true <= upper[:, 0]).all()
+    stored = (query[:, 0, 0].double().abs() * cache.shadow.error[0, :, 0].double()).sum(-1).numpy() * 0.125
+    outside = np.abs((lower + upper)[:, 0] / 2 - true) > stored
+    assert outside.mean() > 0.2
+
+
+@pytest.mark.parametrize("tokens", [79, 80, 81, 96])
+def test_contexts_up_to_the_protected_pages_stay_dense(tokens: int) -> None:
+    protected = claims()["pruning"].numbers["dense_tokens"]
+    assert protected == 80
+    cache = PagedKVCache(1, 1, 4, 6, 16, torch.float32)
+    cache.k.normal_()
+    cache.v.zero_()
+    cache.seal_pages(np.arange(5))
+    rule = PruningConfig()
+    batch = PagedBatch.from_plan(
+        single_row_plan(tokens - 1, 1, range(6)[: -(-tokens // 16)], theta_nats=1.0), cache, rule
+    )
+    assert (batch.rows[0].theta_nats > 0) == (tokens > protected)
