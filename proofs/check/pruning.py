@@ -80,7 +80,8 @@ def select_slack(pages: int) -> Fraction:
 def rounding_gaps(page_tokens: int, tokens: int, pages: int, head_size: int = HEAD_SIZE) -> dict[str, Fraction]:
     """Return, by name, granted less needed slack; none may be negative.
 
-    ``tokens`` is the longest context, ``pages`` the most pages of one row.
+    ``page_tokens`` are those of a page, ``tokens`` the longest context, ``pages`` the most pages of one row, and
+    ``head_size`` the channels of a head.
     """
     g, p = gamma(head_size + 6), pages + 1
     sums = 1 / ((1 - p * _W) * (1 - 745 * _W) * (1 - 8 * _W))

@@ -70,7 +70,10 @@ def ends(top: Top) -> tuple[Interval, Interval] | None:
 
 
 def geometric(ratio: Fraction, n: int, k: int) -> Top:
-    """Return the top k of (1-r) r^i: known part -(1-r^k) ln(1-r) - A ln r, A = sum of i (1-r) r^i below k; tail r^k."""
+    """Return the top k of (1-r) r^i, r = ``ratio``.
+
+    The known part is -(1-r^k) ln(1-r) - A ln r with A = sum of i (1-r) r^i below k; the tail r^k.
+    """
     power = ratio**k
     mean = ratio * (1 - k * ratio ** (k - 1) + (k - 1) * power) / (1 - ratio)
     stay, go = log(1 - ratio, _BITS), log(ratio, _BITS)
@@ -79,7 +82,7 @@ def geometric(ratio: Fraction, n: int, k: int) -> Top:
 
 
 def two_level(tail: Fraction, n: int, k: int) -> Top:
-    """Return the top k of (1-r, r/(n-1), ...)."""
+    """Return the top k of (1-r, r/(n-1), ...), r = ``tail``."""
     level = tail / (n - 1)
     known = _add(surprisal(1 - tail), _times(k - 1, surprisal(level)))
     return Top(known, (n - k) * level, level if k > 1 else 1 - tail, n - k)
