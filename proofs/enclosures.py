@@ -2,7 +2,8 @@
 
 Every value is enclosed twice: by ball arithmetic (Arb, through python-flint) and by a series with a proved remainder
 in integer arithmetic. The result is the hull of the two, so it is right if *either* is; if the two do not even overlap,
-:class:`EnclosureError` is raised instead of an answer. Ends are exact rationals, rounded outward.
+:class:`EnclosureError` is raised instead of an answer. Ends are exact rationals, rounded outward. Series are
+remembered: several theorems need the same logarithms.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def _ball_log(x: Fraction, bits: int) -> Interval:
         return from_arb(to_arb(x).log())
 
 
+@lru_cache(maxsize=4096)
 def _series_exp(x: Fraction, bits: int) -> Interval:
     """Enclose e^x = (e^y)^(2^m), 0 <= y <= 2^-8, by Taylor's series; for x < 0 by 1 / e^-x."""
     if x < 0:
@@ -97,7 +99,7 @@ def _series_exp(x: Fraction, bits: int) -> Interval:
     return Interval(ends[0], ends[1])
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4096)
 def _atanh_series(z: Fraction, work: int, *, up: bool) -> Fraction:
     """Bound atanh z for 0 <= z <= 1/3 from above or below: sum z^(2j+1)/(2j+1), rest at most last term / (1 - z^2)."""
     z = _round(z, work, up=up)

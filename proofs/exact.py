@@ -14,7 +14,15 @@ from entropic_ctl.certificates import Verdict
 from entropic_ctl.config import digest
 from entropic_ctl.errors import BadInputError
 
-__all__ = ["Number", "linear_scalar", "negative_definite", "positive_definite", "quadratic_lyapunov", "rational"]
+__all__ = [
+    "Number",
+    "linear_scalar",
+    "negative_definite",
+    "positive_definite",
+    "quadratic_lyapunov",
+    "rational",
+    "schur_stable",
+]
 
 Number = Fraction | float | int | str
 
@@ -103,3 +111,35 @@ def negative_definite(matrix: Sequence[Sequence[Number]]) -> bool:
     return positive_definite(
         [[-rational(entry, f"matrix[{i}][{j}]") for j, entry in enumerate(row)] for i, row in enumerate(matrix)]
     )
+
+
+def schur_stable(coefficients: Sequence[Number]) -> bool:
+    """Decide exactly whether every root of a_0 + a_1 z + ... + a_n z^n lies in |z| < 1 (a root on the circle: no).
+
+    p is Schur stable iff |a_0| < |a_n| and (p - (a_0/a_n) p*) / z is, where p* has the coefficients in reverse order.
+
+    Parameters
+    ----------
+    coefficients : sequence of numbers
+        a_0, ..., a_n; the last one not 0.
+
+    Raises
+    ------
+    BadInputError
+        If there are none, the last one is 0, or one is not a finite number.
+
+    References
+    ----------
+    Schur (1917), Cohn (1922), Jury (1964).
+    """
+    a = [rational(entry, f"coefficients[{i}]") for i, entry in enumerate(coefficients)]
+    if not a or a[-1] == 0:
+        raise BadInputError(
+            "no leading coefficient", field="coefficients", value=list(coefficients), allowed="last one not 0"
+        )
+    while len(a) > 1:
+        if abs(a[0]) >= abs(a[-1]):
+            return False
+        ratio = a[0] / a[-1]
+        a = [x - ratio * y for x, y in zip(a[1:], reversed(a[:-1]), strict=True)]
+    return True

@@ -61,11 +61,11 @@ def two_level_entropy(n: int, r: Fraction) -> Interval:
     )
 
 
-def at_target(n: int, target: Fraction, tail_mass: Interval) -> Interval:
+def at_target(n: int, target: Fraction, tail_mass: Interval, name: str = "tail_mass") -> Interval:
     """Verify that some r in ``tail_mass`` has entropy ``target``; enclose r (1-r) ln^2((1-r)(n-1)/r), its varentropy.
 
     Entropy increases in r, so lying below the target at one end and above at the other is enough. On r < 1/2 the
-    logarithm falls and r (1-r) rises with r; elsewhere r (1-r) is bounded by its ends and 1/4.
+    logarithm falls and r (1-r) rises with r; elsewhere r (1-r) is bounded by its ends and 1/4. ``name`` is the hint's.
 
     Raises
     ------
@@ -74,9 +74,9 @@ def at_target(n: int, target: Fraction, tail_mass: Interval) -> Interval:
     """
     low, high = tail_mass
     if not 0 < low < high < Fraction(n - 1, n):
-        raise refuse("hints.tail_mass", "not an interval inside (0, (n-1)/n)", [str(low), str(high)])
+        raise refuse(f"hints.{name}", "not an interval inside (0, (n-1)/n)", [str(low), str(high)])
     if not two_level_entropy(n, low).hi < target < two_level_entropy(n, high).lo:
-        raise refuse("hints.tail_mass", "does not bracket the target entropy", [str(low), str(high)])
+        raise refuse(f"hints.{name}", "does not bracket the target entropy", [str(low), str(high)])
     ends = low * (1 - low), high * (1 - high)
     most = max(ends) if high <= Fraction(1, 2) or low >= Fraction(1, 2) else Fraction(1, 4)
     least = max(Fraction(0), log((1 - high) * (n - 1) / high).lo)

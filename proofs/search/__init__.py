@@ -16,13 +16,15 @@ from entropic_ctl.errors import BadInputError
 from proofs import check
 from proofs.check import Assumptions, Hints, Subject
 from proofs.check.base import format_hint
-from proofs.search import gain, topk
+from proofs.search import gain, target, topk
 
 __all__ = ["HINTERS", "certify", "prove", "tools"]
 
 HINTERS: Mapping[Callable[..., Any], Callable[[Subject], Mapping[str, Any]]] = {
     check.gain.claims: gain.hints,
     check.topk.claims: topk.hints,
+    check.target.claims: target.hints,
+    check.floor.claims: target.floor_hints,
 }
 """Checker's function -> function that finds what it needs: rationals, nested in lists, by name."""
 

@@ -9,7 +9,7 @@ from proofs.check import Subject
 from proofs.enclosures import Interval
 from proofs.vmax import maximum, two_level
 
-__all__ = ["equilibrium_tail_mass", "hints"]
+__all__ = ["equilibrium_tail_mass", "hints", "tail_interval"]
 
 
 def equilibrium_tail_mass(n: int, target_nats: float) -> float | None:
@@ -26,7 +26,8 @@ def equilibrium_tail_mass(n: int, target_nats: float) -> float | None:
     return low if 0.0 < low < (n - 1) / n else None
 
 
-def _tail_interval(n: int, target_nats: float) -> Interval | None:
+def tail_interval(n: int, target_nats: float) -> Interval | None:
+    """Return a narrow interval of tail masses around the one with that two-level entropy, None if there is none."""
     r = equilibrium_tail_mass(n, target_nats)
     if r is None:
         return None
@@ -40,5 +41,5 @@ def hints(subject: Subject) -> dict[str, Interval]:
     if subject.config.loop.temperature.name != "feedback":
         return {}
     found = {"log_odds": maximum(subject.vocab_size).bracket()}
-    tail = _tail_interval(subject.vocab_size, subject.law.target_nats)
+    tail = tail_interval(subject.vocab_size, subject.law.target_nats)
     return found if tail is None else {**found, "tail_mass": tail}
