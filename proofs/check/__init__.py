@@ -72,7 +72,7 @@ THEOREMS: tuple[Callable[[Subject, Hints], list[Claim]], ...] = (
 """The gain first, because a run depends on it; the expensive ones last."""
 
 _HEX = re.compile(r"[0-9a-f]{64}")
-_GATES = ("gain-lag-0", "gain-lag-1", "gain-at-target", "stateless", "pinned")
+_GATES = ("gain-lag-0", "gain-lag-1", "gain-drafts", "gain-at-target", "stateless", "pinned")
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,12 @@ def judge(subject: Subject, hints: Hints, *, only: int | None = None) -> tuple[C
 def verdict(subject: Subject, claims: tuple[Claim, ...]) -> Verdict:
     """Return the word on the temperature loop."""
     gate = next(claim for claim in claims if claim.theorem in _GATES)
-    engine = subject.config.engine
+    config = subject.config
     limit = gate.numbers.get("limit")
     return Verdict(
         status=gate.status,
         theorem=gate.theorem,
-        subject=micro_digest(subject.config.loop.temperature, engine.observation_lag, subject.vocab_size),
+        subject=micro_digest(config.loop.temperature, config.engine.observation_lag, subject.vocab_size, config.speculation),
         limit=math.nan if limit is None else limit,
         reason=gate.reason,
     )
@@ -175,8 +175,9 @@ def check(certificate: Mapping[str, Any], config: RunConfig, vocab_size: int) ->
     subject = Subject(config, vocab_size, _assumptions(certificate["about"]))
     about = subject.describe()
     if certificate["subject"] != digest(about) or _differs(certificate["about"], about, "about"):
-        where = _differs(certificate["about"], about, "about") or ("subject", certificate["subject"])
-        raise refuse(where[0], "about other laws, limits, lag or vocabulary than this config", where[1])
+        field, value, own = _differs(certificate["about"], about, "about") or ("subject", certificate["subject"], None)
+        has = "" if own is None else f", which has {own!r}"
+        raise refuse(field, f"about other laws, limits, lag or vocabulary than this config{has}", value)
     hints = Hints(certificate["hints"])
     given = certificate["claims"]
     if not isinstance(given, list):
@@ -204,19 +205,19 @@ def _assumptions(about: object) -> Assumptions:
     return fields.parse(Assumptions, values, where="certificate", table="about.assumptions")
 
 
-def _differs(given: object, rebuilt: object, field: str) -> tuple[str, object] | None:
-    """Return the first field whose type or value differs (1, 1.0 and True are three different values)."""
-    if isinstance(rebuilt, Mapping):
-        if not isinstance(given, Mapping) or given.keys() != rebuilt.keys():
-            return field, given
-        found = (_differs(given[key], rebuilt[key], f"{field}.{key}".lstrip(".")) for key in rebuilt)
-        return next((item for item in found if item is not None), None)
-    if isinstance(rebuilt, list):
-        if not isinstance(given, list) or len(given) != len(rebuilt):
-            return field, given
+def _differs(given: object, rebuilt: object, field: str) -> tuple[str, object, object] | None:
+    """Return the first (field, value, rebuilt value) where type or value differs: 1, 1.0 and True are three values."""
+    if isinstance(rebuilt, Mapping) and isinstance(given, Mapping):
+        keys = [key for key in rebuilt if key in given]  # a shared key tells more than one that is missing
+        found = (_differs(given[key], rebuilt[key], f"{field}.{key}") for key in keys)
+        if wrong := next((item for item in found if item is not None), None):
+            return wrong
+        odd = sorted(map(str, given.keys() ^ rebuilt.keys()))
+        return (f"{field}.{odd[0]}", given.get(odd[0]), rebuilt.get(odd[0])) if odd else None
+    if isinstance(rebuilt, list) and isinstance(given, list) and len(given) == len(rebuilt):
         found = (_differs(a, b, f"{field}[{i}]") for i, (a, b) in enumerate(zip(given, rebuilt, strict=True)))
         return next((item for item in found if item is not None), None)
-    return None if type(given) is type(rebuilt) and given == rebuilt else (field, given)
+    return None if type(given) is type(rebuilt) and given == rebuilt else (field, given, rebuilt)
 
 
 def _check_provenance(given: object) -> None:
