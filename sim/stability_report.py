@@ -166,11 +166,10 @@ def study(
         )
     mean, recordings = on_recordings(law, bank, lag=lag)
     covered = status == "proved" and lag == 0 and 0 < law.gain <= claims.certified.get(0, 0.0)
-    unknown = "no theorem for a lagged loop on" if lag else "gain-at-target says nothing of"
     add(
         "temperatures on the same recorded logits",
         f"exponent {mean.value:.4f} nats per token, at most {recordings['value'].max():.4f}",
-        f"mean ln|1 - k V| = {mean.linear:.4f}" if covered else f"{unknown} changing logits",
+        f"mean ln|1 - k V| = {mean.linear:.4f}" if lag == 0 else "no theorem for a lagged loop on changing logits",
         bool(recordings["value"].max() <= 1e-6) if covered else None,
     )
     tables = {"sweep": sweep, "recordings": recordings}
