@@ -20,7 +20,9 @@ from entropic_ctl.errors import BadInputError, UncertifiedError
 __all__ = ["Verdict", "micro_digest", "require"]
 
 
-def micro_digest(temperature: LawSpec, observation_lag: int, vocab_size: int, speculation: SpeculationConfig) -> str:
+def micro_digest(
+    temperature: LawSpec, observation_lag: int, vocab_size: int, speculation: SpeculationConfig | None = None
+) -> str:
     """Identify what a gain certificate is about: micro law, its parameters, lag, vocabulary and drafts, nothing else.
 
     Parameters
@@ -31,21 +33,22 @@ def micro_digest(temperature: LawSpec, observation_lag: int, vocab_size: int, sp
         Steps by which entropies reach the host late.
     vocab_size : int
         Tokens in the vocabulary.
-    speculation : SpeculationConfig
-        How many tokens a step drafts, and while the entropy is below what.
+    speculation : SpeculationConfig, optional
+        How many tokens a step drafts, and while the entropy is below what; nobody drafts if absent.
 
     Returns
     -------
     str
         SHA-256, hexadecimal.
     """
+    drafts = speculation or SpeculationConfig()
     subject = {
         "law": temperature.name,
         "parameters": dataclasses.asdict(temperature.config),
         "observation_lag": observation_lag,
         "vocab_size": vocab_size,
-        "draft_tokens": speculation.draft_tokens,
-        "draft_below_nats": speculation.draft_below_nats if speculation.draft_tokens else None,
+        "draft_tokens": drafts.draft_tokens,
+        "draft_below_nats": drafts.draft_below_nats if drafts.draft_tokens else None,
     }
     return digest(subject)
 
@@ -82,7 +85,7 @@ def require(
     vocab_size: int,
     verdict: Verdict | None,
     *,
-    speculation: SpeculationConfig,
+    speculation: SpeculationConfig | None = None,
     uncertified: bool,
 ) -> None:
     """Raise :class:`UncertifiedError` unless ``verdict`` proves this micro law, or the law needs no proof.
@@ -99,8 +102,8 @@ def require(
         What the loop will run with.
     verdict : Verdict or None
         The checker's word on a certificate.
-    speculation : SpeculationConfig
-        The loop's drafting: up to d + 1 updates follow from one state.
+    speculation : SpeculationConfig, optional
+        The loop's drafting, by which up to d + 1 updates follow from one state; off if absent.
     uncertified : bool
         Run without one.
     """
@@ -113,12 +116,14 @@ def require(
         raise UncertifiedError(
             f"the certificate ({verdict.theorem}) is about another law, gain, lag, vocabulary or number of drafted "
             f"tokens than this config (law {temperature.name!r}, lag {observation_lag}, vocabulary {vocab_size}, "
-            f"{speculation.draft_tokens} drafted); {hint}"
+            f"{speculation.draft_tokens if speculation else 0} drafted); {hint}"
         )
     if verdict.status != "proved":
         remedy = "say uncertified=True (--uncertified) out loud"
         if math.isfinite(verdict.limit):
-            remedy = f"the nearest certified gain is {verdict.limit!r}, and any gain above 0 up to it will do; or {remedy}"
+            remedy = (
+                f"the nearest certified gain is {verdict.limit!r}, and any gain above 0 up to it will do; or {remedy}"
+            )
         raise UncertifiedError(f"theorem {verdict.theorem!r} is {verdict.status}: {verdict.reason}; {remedy}")
 
 

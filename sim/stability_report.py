@@ -2,8 +2,9 @@
 
 A finding *contradicts* a certificate when the certificate covers exactly what was run and says otherwise: a proved
 gain that does not settle on frozen logits, a gain proved for every target (lag 0) under which temperatures on the same
-recorded logits move apart, a refuted gain that settles on the sharpest logits of its target. Where no theorem applies (the queue, a lagged loop on
-changing logits, the speed of a response) theory is quoted and nothing can be contradicted. Source: ours.
+recorded logits move apart, a refuted gain that settles on the sharpest logits of its target. Where no theorem
+applies (the queue, a lagged loop on changing logits, the speed of a response) theory is quoted and nothing can be
+contradicted. Source: ours.
 """
 
 from __future__ import annotations

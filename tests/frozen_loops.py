@@ -105,8 +105,9 @@ def run(
 
 
 def settled(u: Array, floor: float = 1e-9) -> Array:
-    """Return which columns die down: swings late in the run well below those in its middle, or gone."""
-    steps = np.abs(np.diff(u, axis=0))
+    """Return which columns die down: swings late in the run well below those in its middle, gone, or all one way."""
+    moves = np.diff(u, axis=0)
+    steps, late = np.abs(moves), moves[-100:]
     half = steps.shape[0] // 2
     middle, end = steps[half : half + 20].max(0), steps[-20:].max(0)
-    return (end <= floor) | (end < 0.9 * middle)
+    return (end <= floor) | (end < 0.9 * middle) | (late >= 0).all(0) | (late <= 0).all(0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from certified import BASES, N, STATUSES, accepted, certificate_text, judge, make
+from certified import BASES, STATUSES, N, accepted, certificate_text, judge, make
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -156,9 +156,7 @@ def test_the_gate_names_the_theorem_and_the_nearest_certified_gain(name: str) ->
     spec, lag = run.loop.temperature, run.engine.observation_lag
 
     def gate(uncertified: bool) -> None:
-        certificates.require(
-            spec, True, lag, N, verdict, speculation=SpeculationConfig(), uncertified=uncertified
-        )
+        certificates.require(spec, True, lag, N, verdict, speculation=SpeculationConfig(), uncertified=uncertified)
 
     gate(uncertified=True)
     if verdict.status == "proved":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -71,7 +72,9 @@ def test_three_tokens_by_a_fine_grid() -> None:
         assert gap.min() < 1e-3
 
 
-@pytest.mark.parametrize("counts", [(1, 1, 1), (1, 2), (1, 1, 1, 1), (1, 3, 10), (1, 1, N - 2), (1, 10, 1000, N - 1011)])
+@pytest.mark.parametrize(
+    "counts", [(1, 1, 1), (1, 2), (1, 1, 1, 1), (1, 3, 10), (1, 1, N - 2), (1, 10, 1000, N - 1011)]
+)
 @pytest.mark.parametrize("share", [0.05, 0.4, 0.8, 0.99])
 def test_an_optimiser_finds_nothing_above_the_tangent(counts: tuple[int, ...], share: float) -> None:
     """Maximise V - lam H over free logits of each level, from many starts; the two-level optimum is found, no more."""
@@ -140,11 +143,13 @@ def frozen_loops(laws: int, each: int, seed: int, *, drafts: int = 0, lag: int =
         plant = random_levels(rng, n, target, low - reach, high + reach, each)
         u = run(law, plant, rng.uniform(low, high, plant.at.shape), 600, lag=lag, updates=patterns(rng, drafts, plant))
         count, bad = count + u.shape[1], bad + int((~settled(u)).sum())
-        assert (np.abs(u[-1] - np.clip(plant.at, low, high)) <= np.abs(u[0] - np.clip(plant.at, low, high)) + 1e-9).all()
+        assert (
+            np.abs(u[-1] - np.clip(plant.at, low, high)) <= np.abs(u[0] - np.clip(plant.at, low, high)) + 1e-9
+        ).all()
     return count, bad
 
 
-def patterns(rng: np.random.Generator, drafts: int, plant: Levels):  # noqa: ANN201
+def patterns(rng: np.random.Generator, drafts: int, plant: Levels):
     """Return how many updates a step makes: at random, always the most, in turn, or the most on one side only."""
     kind = rng.integers(0, 5, plant.at.shape)
 
@@ -180,7 +185,9 @@ def test_two_level_logits_settle_at_0_999_and_never_at_1_001(n: int, share: floa
     plant = two_levels(n, target, np.zeros(1))
     for factor in (0.999, 1.001):
         law = feedback.Config(target_nats=target, gain=factor * gain, t_min=0.1, t_max=10.0, rate_limit=0.0)
-        u = run(feedback.Feedback(law), plant, np.array([1e-3]), 8000, updates=lambda _t, u: np.full(u.shape, drafts + 1))
+        u = run(
+            feedback.Feedback(law), plant, np.array([1e-3]), 8000, updates=lambda _t, u: np.full(u.shape, drafts + 1)
+        )
         assert bool(settled(u, 1e-7)[0]) == (factor < 1)
         assert (abs(u[-1, 0]) < 1e-6) == (factor < 1)
         said = judge(make(factor * gain, target_nats=target, drafts=drafts, temperature=0.8), n)
@@ -200,7 +207,7 @@ def test_the_limit_of_another_target_is_not_enough(share: float) -> None:
 
 
 def test_two_temperatures_may_part_while_logits_change_under_a_gain_proved_at_the_target() -> None:
-    """`gain-at-target` is weaker than `gain-lag-0`: on logits of largest varentropy two temperatures move apart once."""
+    """Weaker than `gain-lag-0`: on logits of largest varentropy two temperatures move apart."""
     sharp = maximum(N)
     gain = 0.999 * 2 / sharp_varentropy(N, 1.0)
     law = feedback.Feedback(feedback.Config(target_nats=1.0, gain=gain, t_min=0.1, t_max=10.0, rate_limit=0.0))
@@ -230,6 +237,27 @@ def test_the_shipped_policy_updates_once_per_token_of_a_step(lag: int) -> None:
         policy.observe(rows, seen, seen, np.zeros(rows.shape, bool))
         np.testing.assert_array_equal(policy.u, expected[t + 1])
     assert np.abs(expected[-1] - expected[0]).min() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("drafts", "steps", "factor"), [(1, (1, 1, 2), 1.11), (2, (1, 1, 3, 1, 3), 1.1), (5, (1, 6), 1.06)]
+)
+def test_at_lag_1_the_limit_is_sharp_to_a_tenth(drafts: int, steps: tuple[int, ...], factor: float) -> None:
+    sharp = maximum(N)
+    plant = two_levels(N, sharp.entropy_nats, np.zeros(1))
+    for times in (0.999, factor):
+        gain = times * float(loop_limit(1, drafts) / sharp.upper)
+        law = feedback.Config(target_nats=sharp.entropy_nats, gain=gain, t_min=0.1, t_max=10.0, rate_limit=0.0)
+        counts = itertools.cycle(steps)
+        u = run(
+            feedback.Feedback(law),
+            plant,
+            np.array([1e-3]),
+            3000,
+            lag=1,
+            updates=lambda _t, u: np.full(u.shape, next(counts)),  # noqa: B023
+        )
+        assert (abs(u[-60:, 0]).max() > 0.01) == (times > 1)
 
 
 @given(st.integers(0, 2**32), st.integers(0, 6), st.sampled_from(["linear", "tanh"]))

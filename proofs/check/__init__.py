@@ -49,6 +49,7 @@ __all__ = [
     "document",
     "gain_ceiling",
     "judge",
+    "recognise",
     "v_max_bounds",
     "verdict",
 ]
@@ -113,7 +114,9 @@ def verdict(subject: Subject, claims: tuple[Claim, ...]) -> Verdict:
     return Verdict(
         status=gate.status,
         theorem=gate.theorem,
-        subject=micro_digest(config.loop.temperature, config.engine.observation_lag, subject.vocab_size, config.speculation),
+        subject=micro_digest(
+            config.loop.temperature, config.engine.observation_lag, subject.vocab_size, config.speculation
+        ),
         limit=math.nan if limit is None else limit,
         reason=gate.reason,
     )
@@ -133,6 +136,22 @@ def document(subject: Subject, hints: Hints, claims: tuple[Claim, ...]) -> dict[
             for claim in claims
         ],
     }
+
+
+def recognise(certificate: object) -> None:
+    """Refuse what is no certificate of this kind and schema, which is all an old one can be told."""
+    if not isinstance(certificate, Mapping):
+        raise refuse("", "not an object", certificate)
+    for field, expected in (("kind", KIND), ("schema", SCHEMA)):
+        if _differs(certificate.get(field), expected, field):
+            raise BadInputError(
+                f"unknown {field}",
+                where="certificate",
+                field=field,
+                value=certificate.get(field),
+                allowed=repr(expected),
+                remedy="make it anew with `entropic prove`",
+            )
 
 
 def check(certificate: Mapping[str, Any], config: RunConfig, vocab_size: int) -> Checked:
@@ -156,18 +175,7 @@ def check(certificate: Mapping[str, Any], config: RunConfig, vocab_size: int) ->
     BadInputError
         If it is malformed, of another schema, about another config, or if any value is not what the proofs give.
     """
-    if not isinstance(certificate, Mapping):
-        raise refuse("", "not an object", certificate)
-    for field, expected in (("kind", KIND), ("schema", SCHEMA)):
-        if _differs(certificate.get(field), expected, field):
-            raise BadInputError(
-                f"unknown {field}",
-                where="certificate",
-                field=field,
-                value=certificate.get(field),
-                allowed=repr(expected),
-                remedy="make it anew with `entropic prove`",
-            )
+    recognise(certificate)
     _check_provenance(certificate.get("provenance"))
     keys = {"kind", "schema", "subject", "about", "hints", "claims", "provenance"}
     if wrong_keys := certificate.keys() ^ keys:

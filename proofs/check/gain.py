@@ -33,7 +33,7 @@ _WIDTH = Fraction(1, 2**40)
 
 
 def loop_limit(lag: int, draft_tokens: int = 0) -> Fraction:
-    """Return the supremum of k V_max(n) that is proved to settle: 2 and 1 at lags 0 and 1, less where tokens are drafted.
+    """Return the supremum of k V_max(n) proved to settle: 2 and 1 at lags 0 and 1, less where tokens are drafted.
 
     Parameters
     ----------
