@@ -18,7 +18,7 @@ from synthetic_bank import VOCAB, make_bank
 
 from entropic_ctl import bank as banks
 from entropic_ctl import cli_live, cli_output, cli_run
-from entropic_ctl.errors import BadInputError, UncertifiedError
+from entropic_ctl.errors import BadInputError
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -216,25 +216,6 @@ def test_a_proof_that_is_refused_is_not_written(config: Any, tmp_path: Path, mon
     assert (status, out) == (2, "")
     assert "subject" in err
     assert not list(tmp_path.glob("*c.json*"))
-
-
-def test_generate_is_held_to_a_certificate(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As simulate is: by its file, refused before a token is sampled."""
-    pytest.importorskip("flint")
-    run, cert = config(loop_temperature=FEEDBACK + "gain = 9.0\n"), tmp_path / "c.json"
-    entropic("prove", run, "--out", cert, "--vocab", VOCAB)
-    from entropic_ctl import cli_generate  # noqa: F401
-    from entropic_ctl.config import load
-
-    loaded = load(run)
-    verdict = cli_run.certify(loaded, VOCAB, cert, uncertified=False)
-    assert verdict is not None
-    from entropic_ctl.loop import Loop
-
-    with pytest.raises(UncertifiedError, match=r"theorem 'gain-lag-0' is refuted: .*nearest certified gain is"):
-        Loop(loaded.loop, loaded.engine, VOCAB, verdict=verdict, speculation=loaded.speculation)
-    with pytest.raises(BadInputError, match=r"c\.json: certificate: about\.vocab_size"):
-        cli_run.certify(loaded, VOCAB + 1, cert, uncertified=False)
 
 
 # -- what does not: status 2, one clear line, no traceback ------------------------------------------------------------
