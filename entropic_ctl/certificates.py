@@ -14,14 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from entropic_ctl.config import LawSpec, digest
+from entropic_ctl.config import LawSpec, SpeculationConfig, digest
 from entropic_ctl.errors import BadInputError, UncertifiedError
 
 __all__ = ["Verdict", "micro_digest", "require"]
 
 
-def micro_digest(temperature: LawSpec, observation_lag: int, vocab_size: int) -> str:
-    """Identify what a gain certificate is about: micro law, its parameters, lag and vocabulary, nothing else.
+def micro_digest(
+    temperature: LawSpec, observation_lag: int, vocab_size: int, speculation: SpeculationConfig | None = None
+) -> str:
+    """Identify what a gain certificate is about: micro law, its parameters, lag, vocabulary and drafts, nothing else.
 
     Parameters
     ----------
@@ -31,17 +33,22 @@ def micro_digest(temperature: LawSpec, observation_lag: int, vocab_size: int) ->
         Steps by which entropies reach the host late.
     vocab_size : int
         Tokens in the vocabulary.
+    speculation : SpeculationConfig, optional
+        How many tokens a step drafts, and while the entropy is below what; nobody drafts if absent.
 
     Returns
     -------
     str
         SHA-256, hexadecimal.
     """
+    drafts = speculation or SpeculationConfig()
     subject = {
         "law": temperature.name,
         "parameters": dataclasses.asdict(temperature.config),
         "observation_lag": observation_lag,
         "vocab_size": vocab_size,
+        "draft_tokens": drafts.draft_tokens,
+        "draft_below_nats": drafts.draft_below_nats if drafts.draft_tokens else None,
     }
     return digest(subject)
 
@@ -59,7 +66,7 @@ class Verdict:
     subject : str
         :func:`micro_digest` of what was checked.
     limit : float
-        Supremum of certified gains for this subject (nearest certified gain is just below it); NaN if none applies.
+        Largest certified gain for this subject, its target included: 0 < k <= limit; NaN if there is none.
     reason : str
         One sentence for people.
     """
@@ -78,6 +85,7 @@ def require(
     vocab_size: int,
     verdict: Verdict | None,
     *,
+    speculation: SpeculationConfig | None = None,
     uncertified: bool,
 ) -> None:
     """Raise :class:`UncertifiedError` unless ``verdict`` proves this micro law, or the law needs no proof.
@@ -94,6 +102,8 @@ def require(
         What the loop will run with.
     verdict : Verdict or None
         The checker's word on a certificate.
+    speculation : SpeculationConfig, optional
+        The loop's drafting, by which up to d + 1 updates follow from one state; off if absent.
     uncertified : bool
         Run without one.
     """
@@ -102,15 +112,18 @@ def require(
     hint = "run `entropic prove` and pass the certificate, or say uncertified=True (--uncertified) out loud"
     if verdict is None:
         raise UncertifiedError(f"temperature law {temperature.name!r} needs a gain certificate; {hint}")
-    if verdict.subject != micro_digest(temperature, observation_lag, vocab_size):
+    if verdict.subject != micro_digest(temperature, observation_lag, vocab_size, speculation):
         raise UncertifiedError(
-            f"the certificate ({verdict.theorem}) is about another law, gain, lag or vocabulary than this config "
-            f"(vocabulary {vocab_size}, lag {observation_lag}, law {temperature.name!r}); {hint}"
+            f"the certificate ({verdict.theorem}) is about another law, gain, lag, vocabulary or number of drafted "
+            f"tokens than this config (law {temperature.name!r}, lag {observation_lag}, vocabulary {vocab_size}, "
+            f"{speculation.draft_tokens if speculation else 0} drafted); {hint}"
         )
     if verdict.status != "proved":
         remedy = "say uncertified=True (--uncertified) out loud"
         if math.isfinite(verdict.limit):
-            remedy = f"set a gain in (0, {verdict.limit:.6g}), or {remedy}"
+            remedy = (
+                f"the nearest certified gain is {verdict.limit!r}, and any gain above 0 up to it will do; or {remedy}"
+            )
         raise UncertifiedError(f"theorem {verdict.theorem!r} is {verdict.status}: {verdict.reason}; {remedy}")
 
 

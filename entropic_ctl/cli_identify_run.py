@@ -199,12 +199,20 @@ def stability(
 def _claims(run: RunConfig, vocab: int) -> Any:
     """Ask the checker what it proves about this configuration, and for the sharpest logits of the vocabulary."""
     search, checker = cli_run.need("proofs.search", "proofs"), cli_run.need("proofs.check", "proofs")
-    best = cli_run.need("proofs.vmax", "proofs").maximum(vocab)
-    sharp = cli_run.need("sim.stability", "sim").Sharpest(vocab, best.logit, best.entropy_nats, float(best.lower))
+    vmax = cli_run.need("proofs.vmax", "proofs")
+    sharpest = cli_run.need("sim.stability", "sim").Sharpest
+    best = vmax.maximum(vocab)
+    sharp = sharpest(vocab, best.logit, best.entropy_nats, float(best.lower))
+    target = run.loop.temperature.config.target_nats
+    tail = cli_run.need("proofs.search.gain", "proofs").equilibrium_tail_mass(vocab, target)
+    own = None
+    if tail is not None:
+        own = sharpest(vocab, vmax.two_level_logit(vocab, tail), target, vmax.two_level(vocab, tail)[1])
     return cli_run.need("sim.stability_report", "sim").Claims(
         sharp,
         search.certify(run, vocab),
         {lag: checker.gain_ceiling(vocab, lag, best.bracket()) for lag in (0, 1)},
+        own,
     )
 
 

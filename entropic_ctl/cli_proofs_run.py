@@ -22,7 +22,7 @@ _COLOURS = {"proved": "green", "refuted": "red", "unknown": "yellow", "not appli
 
 
 def prove(config_file: Path, *, out: Path, vocab: int | None, assume: Sequence[str], json_file: Path | None) -> int:
-    """Search proofs, write them, check them."""
+    """Search proofs, check them, write them."""
     config = load_config(config_file)
     inputs: list[Path | str] = [config_file, *configs.inputs_of(config)]
     cli_output.check_file(out, "--out", *inputs)
@@ -31,8 +31,8 @@ def prove(config_file: Path, *, out: Path, vocab: int | None, assume: Sequence[s
     vocab = vocab if vocab is not None else bank_vocabulary(config)
     with cli_live.progress("prove") as report:
         certificate = need("proofs.search", "proofs").prove(config, vocab, given, progress=report)
+    checked = need("proofs.check", "proofs").check(certificate, config, vocab)  # what is refused is not written
     need("entropic_ctl.results", "sim").write_json(out, certificate)
-    checked = need("proofs.check", "proofs").check(certificates.read_certificate(out), config, vocab)
     return _tell(checked, json_file, config)
 
 
@@ -40,6 +40,9 @@ def check(certificate: Path, config_file: Path | None, *, vocab: int | None, jso
     """Check a certificate, against a config if one is given, else against the one written in it."""
     cli_output.check_file(json_file, "--json", certificate, config_file)
     values = certificates.read_certificate(certificate)
+    checker = need("proofs.check", "proofs")
+    with placed(certificate):
+        checker.recognise(values)
     about = values.get("about")
     if not isinstance(about, Mapping) or not {"loop", "engine", "speculation", "vocab_size"} <= about.keys():
         raise BadInputError(
@@ -52,7 +55,7 @@ def check(certificate: Path, config_file: Path | None, *, vocab: int | None, jso
     config = configs.from_mapping(own, where=str(certificate)) if config_file is None else load_config(config_file)
     with placed(certificate):
         size = about["vocab_size"] if vocab is None else vocab
-        checked = need("proofs.check", "proofs").check(values, config, size)
+        checked = checker.check(values, config, size)
     return _tell(checked, json_file, config)
 
 
@@ -70,7 +73,7 @@ def _tell(checked: Any, json_file: Path | None, config: RunConfig) -> int:
     screen = console()
     screen.print(table)
     gate = checked.verdict
-    limit = "" if verdict["limit"] is None else f" (largest certified gain: {gate.limit:.6g})"
+    limit = "" if verdict["limit"] is None else f" (largest certified gain: {gate.limit!r})"
     screen.print(f"temperature loop: {gate.status} by {gate.theorem}{limit}", style=_COLOURS[gate.status])
     refuted = any(claim.status == "refuted" for claim in checked.claims)
     return 0 if gate.status == "proved" and not refuted else 1

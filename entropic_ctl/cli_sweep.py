@@ -32,7 +32,7 @@ def _certifier(vocab_of: Callable[[Any], int]) -> Callable[[Any], Any]:
 
     def certify(config: Any) -> Any:
         vocab = vocab_of(config)
-        key = micro_digest(config.loop.temperature, config.engine.observation_lag, vocab)
+        key = micro_digest(config.loop.temperature, config.engine.observation_lag, vocab, config.speculation)
         if key not in known:
             known[key] = cli_run.certify(config, vocab, None, uncertified=False)
         return known[key]

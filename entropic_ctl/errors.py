@@ -30,6 +30,8 @@ def _shown(value: object) -> str:
         shown = repr(value)
     except ValueError:  # an integer with more digits than Python is willing to write
         shown = f"a huge {type(value).__name__}"
+    except RecursionError:
+        shown = f"a {type(value).__name__} nested too deeply"
     return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 3] + "..."
 
 

@@ -16,7 +16,7 @@ from entropic_ctl import __version__, certificates
 from entropic_ctl.batching import Batcher
 from entropic_ctl.certificates import Verdict
 from entropic_ctl.config import EngineConfig, LoopConfig, SpeculationConfig, resolve_loop
-from entropic_ctl.errors import BadInputError, UncertifiedError
+from entropic_ctl.errors import BadInputError
 from entropic_ctl.policy import Policy
 from entropic_ctl.recording import FORMAT, RecordedView, Recorder
 from entropic_ctl.signals import Finish, FloatArray, IntArray, LogitView, Request, StepPlan, StepResult, Tempered
@@ -45,13 +45,12 @@ class Loop:
         certificate covers such a temperature law: with integral action it runs ``uncertified`` only.
     speculation : SpeculationConfig, optional
         Drafting; off by default. The up to d + 1 tokens of a step are sampled under one state of the temperature law
-        and then update it one by one: on frozen logits that is a gain of up to (d + 1) k, which no certificate of k
-        covers. So a law with integral action drafts ``uncertified`` only.
+        and then update it one by one, so the gain that is certified falls with d (theorem ``gain-drafts``).
 
     Raises
     ------
     UncertifiedError
-        If the micro law needs a certificate and ``verdict`` does not prove it, or has integral action and drafts.
+        If the micro law needs a certificate and ``verdict`` does not prove it.
     """
 
     def __init__(
@@ -68,18 +67,13 @@ class Loop:
     ) -> None:
         temperature, pruning, scheduling = laws if laws is not None else loop.build()
         self._speculation = speculation or SpeculationConfig()
-        if self._speculation.draft_tokens and temperature.integral_action and not uncertified:
-            raise UncertifiedError(
-                "no certificate covers a temperature law with integral action that drafts "
-                f"{self._speculation.draft_tokens} tokens a step: say uncertified=True (--uncertified) out loud, "
-                "or set speculation.draft_tokens = 0"
-            )
         certificates.require(
             loop.temperature,
             temperature.integral_action,
             engine.observation_lag,
             vocab_size,
             verdict if laws is None else None,  # a certificate is about the law that ``loop`` names
+            speculation=self._speculation,
             uncertified=uncertified,
         )
         self.policy = Policy(

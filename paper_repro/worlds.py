@@ -76,7 +76,7 @@ def _float(value: Any) -> float:
 
 
 class Certifier:
-    """Proves and checks the micro law of a loop once per (law, lag, vocabulary)."""
+    """Proves and checks the micro law of a loop once per (law, lag, vocabulary, drafts)."""
 
     def __init__(self, config: RunConfig, vocab_size: int) -> None:
         self._config, self.vocab_size = config, vocab_size
@@ -87,7 +87,7 @@ class Certifier:
         from proofs import search
 
         lag = self._config.engine.observation_lag
-        key = micro_digest(loop.temperature, lag, self.vocab_size)
+        key = micro_digest(loop.temperature, lag, self.vocab_size, self._config.speculation)
         if key not in self._known:
             self._known[key] = search.certify(with_loop(self._config, loop), self.vocab_size)
         return self._known[key]

@@ -101,15 +101,22 @@ def _series_exp(x: Fraction, bits: int) -> Interval:
 
 @lru_cache(maxsize=4096)
 def _atanh_series(z: Fraction, work: int, *, up: bool) -> Fraction:
-    """Bound atanh z for 0 <= z <= 1/3 from above or below: sum z^(2j+1)/(2j+1), rest at most last term / (1 - z^2)."""
-    z = _round(z, work, up=up)
-    square = _round(z * z, work, up=up)
-    power, total, j = z, z, 1
-    while power > Fraction(1, 2 ** (work + 8)):
-        power = _round(power * square, work, up=up)
-        total += power / (2 * j + 1)
+    """Bound atanh z for 0 <= z <= 1/3 from above or below: sum z^(2j+1)/(2j+1), rest at most last term / (1 - z^2).
+
+    In integers, units of 2^-work, every quotient rounded up or every quotient rounded down.
+    """
+
+    def quotient(a: int, b: int) -> int:
+        return -(-a // b) if up else a // b
+
+    one = 1 << work
+    power = total = quotient(z.numerator * one, z.denominator)
+    square, j = quotient(power * power, one), 1
+    while power > 1:
+        power = quotient(power * square, one)
+        total += quotient(power, 2 * j + 1)
         j += 1
-    return total + 2 * power if up else total
+    return Fraction(total + 2 * power if up else total, one)
 
 
 def _series_log(x: Fraction, bits: int) -> Interval:

@@ -179,6 +179,45 @@ def test_proved_checked_simulated_and_refuted(config: Any, certificate: Path, tm
     assert entropic("simulate", bad, "--uncertified")[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ("gain = 0.02\n", 0, "proved by gain-lag-0"),
+        ("gain = 0.1\n", 0, "proved by gain-at-target"),
+        ("gain = -0.02\n", 1, "refuted by gain-lag-0"),
+        ("gain = 9.0\n", 1, "refuted by gain-lag-0"),
+    ],
+)
+def test_prove_and_check_agree_and_fit_80_columns(
+    body: str, status: int, said: str, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("flint")
+    monkeypatch.setenv("COLUMNS", "80")
+    run, cert = config(loop_temperature=FEEDBACK + body), tmp_path / "c.json"
+    outputs = []
+    for command in (("prove", run, "--out", cert, "--vocab", 32_000), ("check", cert), ("check", cert, run)):
+        found, out, err = entropic(*command, "--json", tmp_path / "j.json")
+        assert (found, err) == (status, "") if command[0] == "check" else found == status, err
+        outputs.append((out, json.loads((tmp_path / "j.json").read_text())["verdict"]))
+    assert outputs[0] == outputs[1] == outputs[2]
+    out, verdict = outputs[0]
+    assert f"temperature loop: {said}" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert repr(verdict["limit"]) in out
+
+
+def test_a_proof_that_is_refused_is_not_written(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flint")
+    from proofs import search
+
+    honest = search.prove
+    monkeypatch.setattr(search, "prove", lambda *a, **k: {**honest(*a, **k), "subject": "0" * 64})
+    status, out, err = entropic("prove", config(), "--out", tmp_path / "c.json", "--vocab", VOCAB)
+    assert (status, out) == (2, "")
+    assert "subject" in err
+    assert not list(tmp_path.glob("*c.json*"))
+
+
 # -- what does not: status 2, one clear line, no traceback ------------------------------------------------------------
 
 
@@ -223,6 +262,12 @@ def of_another_gain(make: Any, tmp: Path) -> tuple[object, ...]:
     cert = tmp / "c.json"
     entropic("prove", make(loop_temperature=FEEDBACK + "gain = 0.02\n"), "--out", cert, "--vocab", VOCAB)
     return ("simulate", make("other.toml", loop_temperature=FEEDBACK + "gain = 0.03\n"), "--certificate", cert)
+
+
+def refuted_gain(make: Any, tmp: Path) -> tuple[object, ...]:
+    run, cert = make(loop_temperature=FEEDBACK + "gain = 9.0\n"), tmp / "c.json"
+    assert entropic("prove", run, "--out", cert, "--vocab", VOCAB)[0] == 1
+    return ("simulate", run, "--certificate", cert)
 
 
 BAD: dict[str, tuple[Any, list[str]]] = {
@@ -296,13 +341,58 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     "certificate infinite gain": (bad_certificate(lambda text: text.replace("0.02", "9" * 400)), ["c.json", "gain"]),
     "certificate not an object": (bad_certificate(lambda text: "[1]"), ["c.json"]),
     "certificate NaN": (
-        bad_certificate(lambda text: text.replace('"schema": 1', '"schema": NaN')),
+        bad_certificate(lambda text: text.replace('"schema": 2', '"schema": NaN')),
         ["c.json", "finite"],
     ),
-    "certificate edited gain": (bad_certificate(lambda text: text.replace("0.02", "0.01")), ["certificate"]),
-    "certificate other kind": (bad_certificate(lambda text: text.replace('"gain"', '"luck"', 1)), ["certificate"]),
+    "certificate edited gain": (
+        bad_certificate(lambda text: text.replace("0.02", "0.01")),
+        ["c.json: certificate: about.loop.temperature.gain", "which has 0.02 (got 0.01)"],
+    ),
+    "certificate other kind": (
+        bad_certificate(lambda text: text.replace('"entropic-ctl"', '"luck"', 1)),
+        ["c.json: certificate: kind: unknown kind (got 'luck')", "'entropic-ctl'", "entropic prove"],
+    ),
+    "certificate of an older schema": (
+        bad_certificate(lambda text: '{"kind": "gain", "schema": 1, "verdict": "proved"}'),
+        ["c.json: certificate: kind: unknown kind (got 'gain')", "entropic prove"],
+    ),
+    "certificate of schema 1": (
+        bad_certificate(lambda text: text.replace('"schema": 2', '"schema": 1')),
+        ["c.json: certificate: schema: unknown schema (got 1); allowed: 2", "entropic prove"],
+    ),
+    "certificate with a claim turned": (
+        bad_certificate(lambda text: text.replace('"status": "proved"', '"status": "refuted"', 1)),
+        ["c.json: certificate: claims from 0: [0].status: not what the proof gives (got 'refuted')"],
+    ),
     "certificate empty object": (bad_certificate(lambda text: "{}"), ["c.json", "entropic prove"]),
-    "certificate of another gain": (of_another_gain, ["certificate"]),
+    "certificate of another gain": (
+        of_another_gain,
+        ["c.json: certificate: about.loop.temperature.gain", "which has 0.03 (got 0.02)"],
+    ),
+    "certificate of another vocabulary": (
+        lambda make, tmp: (*bad_certificate(lambda text: text)(make, tmp), "--vocab", VOCAB + 1),
+        ["c.json: certificate: about.vocab_size", f"which has {VOCAB + 1} (got {VOCAB})"],
+    ),
+    "certificate refutes the gain": (
+        refuted_gain,
+        ["theorem 'gain-lag-0' is refuted", "the nearest certified gain is ", "--uncertified"],
+    ),
+    "certificate assumes nonsense": (
+        lambda make, tmp: ("prove", make(), "--out", tmp / "x.json", "--assume", "rho=much"),
+        ["--assume: rho: not a number (got 'much')"],
+    ),
+    "certificate assumes nothing": (
+        lambda make, tmp: ("prove", make(), "--out", tmp / "x.json", "--assume", "rho"),
+        ["--assume: rho: not NAME=VALUE (got 'rho')"],
+    ),
+    "certificate assumes what cannot be": (
+        lambda make, tmp: ("prove", make(), "--out", tmp / "x.json", "--assume", "rho=-1"),
+        ["--assume: rho: out of range (got -1.0); allowed: [0, 1000]"],
+    ),
+    "certificate assumes the unknown": (
+        lambda make, tmp: ("prove", make(), "--out", tmp / "x.json", "--assume", "rhoo=1"),
+        ["--assume: rhoo: unknown key", "did you mean 'rho'"],
+    ),
     # logs
     "log missing": (lambda make, tmp: ("replay", tmp / "absent.jsonl"), ["absent.jsonl", "cannot read log"]),
     "log malformed": (

@@ -103,3 +103,30 @@ def test_outputs_do_not_overwrite_inputs_or_each_other(model: Path, tmp_path: Pa
     assert prompt.read_text() == "precious"
     status, _, err = generate(model, "--prompt", "hello", "--json", tmp_path / "x", "--log", tmp_path / "x")
     assert (status, "would overwrite" in err) == (2, True)
+
+
+def test_a_certificate_opens_generation_and_a_refuted_gain_does_not(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("flint")
+    vocab = json.loads((model / "config.json").read_text())["vocab_size"]
+    run, cert = tmp_path / "run.toml", tmp_path / "c.json"
+    asked = ("--prompt", "hi", "--max-tokens", 2, "--raw", "--config", run, "--certificate", cert)
+    for gain, size, status, said in (
+        (0.02, vocab, 0, ""),
+        (
+            0.02,
+            vocab + 1,
+            2,
+            f"about.vocab_size: about other laws, limits, lag or vocabulary than this config, which has {vocab}",
+        ),
+        (9.0, vocab, 2, "theorem 'gain-lag-0' is refuted"),
+    ):
+        run.write_text(
+            f"[loop.temperature]\nlaw = 'feedback'\ngain = {gain}\ntarget_nats = 1.0\n[model]\ndtype = 'float32'\n"
+        )
+        entropic("prove", run, "--out", cert, "--vocab", size)
+        found, out, err = generate(model, *asked)
+        assert found == status, err
+        assert said in err
+        assert out == "" or status == 0
+    assert "the nearest certified gain is " in err
+    assert generate(model, *asked[:-2], "--uncertified")[0] == 0

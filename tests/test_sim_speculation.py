@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic_bank import make_bank
+from synthetic_bank import VOCAB, make_bank
 
 from entropic_ctl import config as configs
 from entropic_ctl.config import RunConfig, SpeculationConfig, WorkloadConfig
@@ -309,11 +309,30 @@ def test_arms_share_the_numbers_that_decide() -> None:
     assert not np.array_equal(one, other)
 
 
-def test_a_gain_is_not_certified_with_drafts() -> None:
-    law = {"temperature": {"law": "feedback", "gain": 0.01, "target_nats": 1.0}}
+def test_a_gain_is_certified_for_the_tokens_it_drafts() -> None:
+    pytest.importorskip("flint")
+    from proofs import search
+
+    def loop(gain: float, drafts: int, verdict: Any) -> Loop:
+        law = {"temperature": {"law": "feedback", "gain": gain, "target_nats": 1.0}}
+        config = setup({"draft_tokens": drafts, "acceptance": 0.5}, law)
+        verdict = search.certify(config, 64) if verdict is None else verdict
+        return Loop(config.loop, config.engine, 64, speculation=config.speculation, verdict=verdict)
+
+    law = {"temperature": {"law": "feedback", "gain": 0.1, "target_nats": 1.0}}
     config = setup({"draft_tokens": 2, "acceptance": 0.5}, law)
-    with pytest.raises(UncertifiedError, match=r"drafts 2 tokens a step.*--uncertified"):
+    verdict = search.certify(config, 64)
+    assert (verdict.status, verdict.theorem) == ("proved", "gain-drafts")
+    assert loop(0.1, 2, verdict).plan(0.0).n_rows == 0
+    result = simulate(config, bank=BANK, workload=workload([9], [20]), verdict=search.certify(config, VOCAB))
+    assert result.summary["output_tokens"] == 20
+    with pytest.raises(UncertifiedError, match="number of drafted tokens"):
+        loop(0.1, 3, verdict)
+    with pytest.raises(UncertifiedError, match="needs a gain certificate"):
         Loop(config.loop, config.engine, 64, speculation=config.speculation)
+    assert loop(0.3, 0, None).plan(0.0).n_rows == 0
+    with pytest.raises(UncertifiedError, match=r"'gain-drafts' is refuted: .*if every draft is accepted; .*nearest"):
+        loop(0.3, 2, None)
     assert simulate(config, bank=BANK, workload=workload([9], [20]), uncertified=True).summary["output_tokens"] == 20
 
 

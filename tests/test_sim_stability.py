@@ -16,8 +16,11 @@ from entropic_ctl.config import from_mapping
 from entropic_ctl.entropy import ArrayLogitView
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.temperature import feedback
+from proofs.check import gain_ceiling
+from proofs.search import certify
+from proofs.search.gain import equilibrium_tail_mass
 from proofs.theory import delay_limit
-from proofs.vmax import maximum
+from proofs.vmax import maximum, two_level, two_level_logit
 from sim.cycles import behaviour, clamp_share, find_cycle
 from sim.drift import in_system, queue_drift
 from sim.frozen import LevelView, drive, recorded, still
@@ -224,6 +227,23 @@ def test_the_sweep_and_the_study_find_no_contradiction_and_see_one() -> None:
     assert too_much.contradictions == 2  # gains that do not settle, an onset below what was claimed
     refuted = dataclasses.replace(proved, status="refuted")
     assert study(config, bank, Claims(SHARP, refuted, certified), queue=False, **SHORT).contradictions == 1
+
+
+def test_a_gain_proved_at_its_target_is_held_against_the_logits_of_that_target_only() -> None:
+    """k = 0.09 at H* = 1.5: proved there (k V* = 1.38), while at the target of V_max it cycles (k V = 2.5)."""
+    bank = make_bank(seed=2, prompts=2, lengths=(60, 80))[0]
+    config = from_mapping({"loop": {"temperature": {"law": "feedback", "gain": 0.09, "target_nats": 1.5}}})
+    verdict = certify(config, 32_000)
+    assert (verdict.status, verdict.theorem) == ("proved", "gain-at-target")
+    tail = equilibrium_tail_mass(32_000, 1.5)
+    assert tail is not None
+    own = Sharpest(32_000, two_level_logit(32_000, tail), 1.5, two_level(32_000, tail)[1])
+    certified = {0: gain_ceiling(32_000, 0, BEST.bracket())}
+    found = study(config, bank, Claims(SHARP, verdict, certified, own), queue=False, **SHORT)
+    assert found.contradictions == 0
+    moved = next(row for row in found.rows if row["property"].startswith("temperatures on the same"))
+    assert moved["agrees"] is None  # nothing is claimed while logits change
+    assert study(config, bank, Claims(SHARP, verdict, certified), queue=False, **SHORT).contradictions == 1
 
 
 def test_a_typical_token_has_entropy_to_spare() -> None:

@@ -50,6 +50,7 @@ __all__ = [
     "document",
     "gain_ceiling",
     "judge",
+    "recognise",
     "v_max_bounds",
     "verdict",
 ]
@@ -74,7 +75,7 @@ THEOREMS: tuple[Callable[[Subject, Hints], list[Claim]], ...] = (
 """The gain first, because a run depends on it; the expensive ones last."""
 
 _HEX = re.compile(r"[0-9a-f]{64}")
-_GATES = ("gain-lag-0", "gain-lag-1", "gain-at-target", "stateless", "pinned")
+_GATES = ("gain-lag-0", "gain-lag-1", "gain-drafts", "gain-at-target", "stateless", "pinned")
 
 
 @dataclass(frozen=True)
@@ -110,12 +111,14 @@ def judge(subject: Subject, hints: Hints, *, only: int | None = None) -> tuple[C
 def verdict(subject: Subject, claims: tuple[Claim, ...]) -> Verdict:
     """Return the word on the temperature loop."""
     gate = next(claim for claim in claims if claim.theorem in _GATES)
-    engine = subject.config.engine
+    config = subject.config
     limit = gate.numbers.get("limit")
     return Verdict(
         status=gate.status,
         theorem=gate.theorem,
-        subject=micro_digest(subject.config.loop.temperature, engine.observation_lag, subject.vocab_size),
+        subject=micro_digest(
+            config.loop.temperature, config.engine.observation_lag, subject.vocab_size, config.speculation
+        ),
         limit=math.nan if limit is None else limit,
         reason=gate.reason,
     )
@@ -135,6 +138,22 @@ def document(subject: Subject, hints: Hints, claims: tuple[Claim, ...]) -> dict[
             for claim in claims
         ],
     }
+
+
+def recognise(certificate: object) -> None:
+    """Refuse what is no certificate of this kind and schema, which is all an old one can be told."""
+    if not isinstance(certificate, Mapping):
+        raise refuse("", "not an object", certificate)
+    for field, expected in (("kind", KIND), ("schema", SCHEMA)):
+        if _differs(certificate.get(field), expected, field):
+            raise BadInputError(
+                f"unknown {field}",
+                where="certificate",
+                field=field,
+                value=certificate.get(field),
+                allowed=repr(expected),
+                remedy="make it anew with `entropic prove`",
+            )
 
 
 def check(certificate: Mapping[str, Any], config: RunConfig, vocab_size: int) -> Checked:
@@ -158,18 +177,7 @@ def check(certificate: Mapping[str, Any], config: RunConfig, vocab_size: int) ->
     BadInputError
         If it is malformed, of another schema, about another config, or if any value is not what the proofs give.
     """
-    if not isinstance(certificate, Mapping):
-        raise refuse("", "not an object", certificate)
-    for field, expected in (("kind", KIND), ("schema", SCHEMA)):
-        if _differs(certificate.get(field), expected, field):
-            raise BadInputError(
-                f"unknown {field}",
-                where="certificate",
-                field=field,
-                value=certificate.get(field),
-                allowed=repr(expected),
-                remedy="make it anew with `entropic prove`",
-            )
+    recognise(certificate)
     _check_provenance(certificate.get("provenance"))
     keys = {"kind", "schema", "subject", "about", "hints", "claims", "provenance"}
     if wrong_keys := certificate.keys() ^ keys:
@@ -177,8 +185,9 @@ def check(certificate: Mapping[str, Any], config: RunConfig, vocab_size: int) ->
     subject = Subject(config, vocab_size, _assumptions(certificate["about"]))
     about = subject.describe()
     if certificate["subject"] != digest(about) or _differs(certificate["about"], about, "about"):
-        where = _differs(certificate["about"], about, "about") or ("subject", certificate["subject"])
-        raise refuse(where[0], "about other laws, limits, lag or vocabulary than this config", where[1])
+        field, value, own = _differs(certificate["about"], about, "about") or ("subject", certificate["subject"], None)
+        has = "" if own is None else f", which has {own!r}"
+        raise refuse(field, f"about other laws, limits, lag or vocabulary than this config{has}", value)
     hints = Hints(certificate["hints"])
     given = certificate["claims"]
     if not isinstance(given, list):
@@ -206,19 +215,19 @@ def _assumptions(about: object) -> Assumptions:
     return fields.parse(Assumptions, values, where="certificate", table="about.assumptions")
 
 
-def _differs(given: object, rebuilt: object, field: str) -> tuple[str, object] | None:
-    """Return the first field whose type or value differs (1, 1.0 and True are three different values)."""
-    if isinstance(rebuilt, Mapping):
-        if not isinstance(given, Mapping) or given.keys() != rebuilt.keys():
-            return field, given
-        found = (_differs(given[key], rebuilt[key], f"{field}.{key}".lstrip(".")) for key in rebuilt)
-        return next((item for item in found if item is not None), None)
-    if isinstance(rebuilt, list):
-        if not isinstance(given, list) or len(given) != len(rebuilt):
-            return field, given
+def _differs(given: object, rebuilt: object, field: str) -> tuple[str, object, object] | None:
+    """Return the first (field, value, rebuilt value) where type or value differs: 1, 1.0 and True are three values."""
+    if isinstance(rebuilt, Mapping) and isinstance(given, Mapping):
+        keys = [key for key in rebuilt if key in given]  # a shared key tells more than one that is missing
+        found = (_differs(given[key], rebuilt[key], f"{field}.{key}") for key in keys)
+        if wrong := next((item for item in found if item is not None), None):
+            return wrong
+        odd = sorted(map(str, given.keys() ^ rebuilt.keys()))
+        return (f"{field}.{odd[0]}", given.get(odd[0]), rebuilt.get(odd[0])) if odd else None
+    if isinstance(rebuilt, list) and isinstance(given, list) and len(given) == len(rebuilt):
         found = (_differs(a, b, f"{field}[{i}]") for i, (a, b) in enumerate(zip(given, rebuilt, strict=True)))
         return next((item for item in found if item is not None), None)
-    return None if type(given) is type(rebuilt) and given == rebuilt else (field, given)
+    return None if type(given) is type(rebuilt) and given == rebuilt else (field, given, rebuilt)
 
 
 def _check_provenance(given: object) -> None:

@@ -3,6 +3,8 @@
 - ``gain-lag-0``: 0 < k V_max(n) < 2, for *every* logit vector and target: two temperatures never move apart;
 - ``gain-at-target``: 0 < k V_max(n; H*) < 2 at lag 0: on frozen logits every start settles (no uniform contraction);
 - ``gain-lag-1``: 0 < k V_max(n) < 1, when each update may see the entropy of the token before;
+- ``gain-drafts``: a step that verifies d drafted tokens makes up to d + 1 updates from one state: 0 < k V_max(n) <
+  2 / (d + 1) at lag 0 (V_max(n; H*) will do), 2 / (d + 2) at lag 1;
 - ``stateless``: the law feeds back no past error; ``pinned``: both clamps are equal, u never moves.
 
 V_max(n; H*) is the largest varentropy of a distribution with entropy H*; for H* < ln 2 + ln(n-1)/2 that is the
@@ -19,15 +21,28 @@ from entropic_ctl import registry
 from proofs.check.base import Claim, Hints, Subject, decimal, refuse
 from proofs.enclosures import Interval, exp, log
 
-__all__ = ["LIMITS", "Bounds", "at_target", "bounds_of", "claims", "decide", "gain_ceiling", "v_max_bounds"]
+__all__ = ["LAGS", "Bounds", "at_target", "bounds_of", "claims", "decide", "gain_ceiling", "loop_limit", "v_max_bounds"]
 
 SHAPES = ("linear", "tanh")
 """Error shapes phi the theorems cover: odd, non-decreasing, slope in (0, 1], slope 1 at 0."""
 
-LIMITS = {0: 2, 1: 1}
-"""Observation lag d -> supremum of k V, 2 sin(pi / (4 d + 2))."""
+LAGS = (0, 1)
+"""Observation lags, in tokens, the theorems cover."""
 
 _WIDTH = Fraction(1, 2**40)
+
+
+def loop_limit(lag: int, draft_tokens: int = 0) -> Fraction:
+    """Return the supremum of k V_max(n) proved to settle: 2 and 1 at lags 0 and 1, less where tokens are drafted.
+
+    Parameters
+    ----------
+    lag : int
+        Observation lag, 0 or 1 tokens.
+    draft_tokens : int
+        d: a step makes 1 to d + 1 updates.
+    """
+    return Fraction(2, draft_tokens + 1 + lag)
 
 
 def v_max_bounds(n: int, log_odds: Interval) -> Interval:
@@ -101,7 +116,7 @@ def gain_ceiling(n: int, lag: int, log_odds: Interval) -> float:
     log_odds : Interval
         Bracket of the maximiser, from the search; verified here.
     """
-    return _float_below(LIMITS[lag] / v_max_bounds(n, log_odds).hi)
+    return _float_below(loop_limit(lag) / v_max_bounds(n, log_odds).hi)
 
 
 @dataclass(frozen=True)
@@ -156,13 +171,14 @@ def decide(subject: Subject, bounds: Bounds | None) -> Claim:
     bounds : Bounds or None
         Needed for ``feedback`` loops only.
     """
-    law, lag, n = subject.config.loop.temperature, subject.config.engine.observation_lag, subject.vocab_size
+    config, n = subject.config, subject.vocab_size
+    law, lag, drafts = config.loop.temperature, config.engine.observation_lag, config.speculation.draft_tokens
     if not registry.load("entropic_ctl.temperature", law.name).build(law.config).integral_action:
         return Claim("stateless", "proved", f"{law.name!r} feeds back no past error, so there is nothing to certify")
-    theorem, parameters = f"gain-lag-{lag}", law.config
+    theorem, parameters = "gain-drafts" if drafts else f"gain-lag-{lag}", law.config
     if law.name != "feedback":
         return Claim(theorem, "unknown", f"no theorem covers the law {law.name!r}")
-    if lag not in LIMITS:
+    if lag not in LAGS:
         return Claim(theorem, "unknown", f"no theorem covers an observation lag of {lag}")
     if parameters.t_min == parameters.t_max:
         return Claim("pinned", "proved", "both clamps are equal: the temperature never moves")
@@ -170,35 +186,43 @@ def decide(subject: Subject, bounds: Bounds | None) -> Claim:
         return Claim(theorem, "unknown", f"no theorem covers the error shape {parameters.phi!r}")
     if bounds is None:
         return Claim(theorem, "unknown", "no evidence was given")
-    gain, limit, here = Fraction(parameters.gain), LIMITS[lag], bounds.here
+    gain, limit, here = Fraction(parameters.gain), loop_limit(lag, drafts), bounds.here
     anywhere = _float_below(limit / bounds.v_max.hi)
     local = _float_below(limit / here.hi) if here is not None and here.hi > 0 and bounds.sharp and lag == 0 else None
     numbers = {
         "gain": str(gain),
+        "loop_limit": str(limit),
         "limit_every_target": anywhere,
         "limit_this_target": local,
         "limit": anywhere if local is None else max(anywhere, local),
     }
+    each = f" with up to {drafts + 1} updates a step" if drafts else ""
     told = f"k = {parameters.gain!r}, V_max({n}) <= {float(bounds.v_max.hi):.6f}"
     if gain <= 0:
         what = "pushes temperatures apart: high entropy must lower T" if gain < 0 else "does not act at all"
         return Claim(theorem, "refuted", f"gain {parameters.gain!r} {what}", numbers)
     if gain * bounds.v_max.hi < limit:
-        return Claim(theorem, "proved", f"{told}, so k V < {limit} for every logit vector", numbers)
+        return Claim(theorem, "proved", f"{told}, so k V < {limit}{each} for every logit vector", numbers)
     if here is not None:
         at = f"at the target {parameters.target_nats!r} nats"
         if local is not None and gain * here.hi < limit:
             reason = (
-                f"{at} no distribution has a varentropy above {float(here.hi):.6f}, so k V < {limit} there: frozen "
-                "logits settle; while they change, two temperatures may move apart"
+                f"{at} no distribution has a varentropy above {float(here.hi):.6f}, so k V < {limit}{each} there: "
+                "frozen logits settle; while they change, two temperatures may move apart"
             )
             return Claim("gain-at-target", "proved", reason, numbers)
-        if gain * here.lo > limit:
+        repels, when = loop_limit(lag), ""  # no draft is accepted: one update a step
+        if lag == 0 and gain * here.lo <= repels and config.speculation.draft_below_nats > log(Fraction(n)).hi:
+            repels, when = limit, " if every draft is accepted"
+        if gain * here.lo > repels:
             reason = (
                 f"{at} two-level logits (L, 0, ..., 0) have varentropy {float(here.lo):.6f}, "
-                f"k V = {float(gain * here.lo):.6f} > {limit}: their equilibrium repels"
+                f"k V = {float(gain * here.lo):.6f} > {repels}: their equilibrium repels{when}"
             )
             return Claim(theorem, "refuted", reason, numbers)
     return Claim(
-        theorem, "unknown", f"{told}: k V_max is not below {limit}, yet no counter-example at this target", numbers
+        theorem,
+        "unknown",
+        f"{told}: k V_max is not below {limit}{each}, yet no counter-example at this target",
+        numbers,
     )
