@@ -95,7 +95,7 @@ class Checked:
 
 
 def judge(subject: Subject, hints: Hints, *, only: int | None = None) -> tuple[Claim, ...]:
-    """Decide every theorem for a subject (the first ``only`` groups of them).
+    """Decide every theorem for a subject (the first ``only`` groups of them), with the help of ``hints``.
 
     Raises
     ------
@@ -125,7 +125,7 @@ def verdict(subject: Subject, claims: tuple[Claim, ...]) -> Verdict:
 
 
 def document(subject: Subject, hints: Hints, claims: tuple[Claim, ...]) -> dict[str, Any]:
-    """Lay out a certificate (JSON-able, without ``provenance``)."""
+    """Lay out a certificate (JSON-able, without ``provenance``): what it is about, ``hints``, ``claims``."""
     about = subject.describe()
     return {
         "kind": KIND,
