@@ -21,7 +21,7 @@ _RATIONAL = re.compile(r"-?[0-9]{1,60}(/[1-9][0-9]{0,59})?")
 
 
 def refuse(field: str, problem: str, value: object = None) -> BadInputError:
-    """Return the error that refuses a certificate: ``field`` names where, ``problem`` says what, ``value`` what is there."""
+    """Return the error that refuses a certificate: ``problem`` with ``value`` at ``field``."""
     return BadInputError(
         problem, where="certificate", field=field, value=value, remedy="make it anew with `entropic prove`"
     )
@@ -170,7 +170,7 @@ def _parse(value: object, field: str, depth: int) -> Any:
 
 
 def decimal(value: Fraction, *, up: bool, digits: int = 15) -> str:
-    """Return ``value`` as a decimal string of so many ``digits`` after the point, rounded upward (``up``) or downward."""
+    """Return ``value`` as a decimal string with ``digits`` after the point, rounded ``up`` or down."""
     scaled = value * 10**digits
     whole = -((-scaled.numerator) // scaled.denominator) if up else scaled.numerator // scaled.denominator
     sign = "-" if whole < 0 else ""
