@@ -82,6 +82,14 @@ class Certifier:
         self._config, self.vocab_size = config, vocab_size
         self._known: dict[str, Verdict] = {}
 
+    def both(self, loop: LoopConfig) -> tuple[Mapping[str, Any], Verdict]:
+        """Return (certificate of every theorem, verdict of the independent checker on the temperature loop)."""
+        from proofs import check, search
+
+        config = with_loop(self._config, loop)
+        certificate = search.prove(config, self.vocab_size)
+        return certificate, check.check(certificate, config, self.vocab_size).verdict
+
     def verdict(self, loop: LoopConfig) -> Verdict:
         """Return the checked verdict."""
         from proofs import search

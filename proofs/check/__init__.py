@@ -125,7 +125,7 @@ def verdict(subject: Subject, claims: tuple[Claim, ...]) -> Verdict:
 
 
 def document(subject: Subject, hints: Hints, claims: tuple[Claim, ...]) -> dict[str, Any]:
-    """Lay out a certificate (JSON-able, without ``provenance``): what it is about, ``hints``, ``claims``."""
+    """Lay out a certificate (JSON-able, without ``provenance``): ``subject``, ``hints``, ``claims``."""
     about = subject.describe()
     return {
         "kind": KIND,
