@@ -164,7 +164,8 @@ def region(
     -------
     dict of str to ndarray
         One row per cell: ``x_name``, ``x``, ``y_name``, ``y``, ``outcome`` (:data:`OUTCOMES`), ``spectral_radius`` (of
-        the worst vertex), ``loop`` (gain from theta to itself; stable exactly below 1), ``x_here``, ``y_here`` (the config's).
+        the worst vertex), ``loop`` (gain from theta to itself; stable exactly below 1), ``x_here``, ``y_here`` (the
+        config's).
 
     Raises
     ------
