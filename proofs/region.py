@@ -49,6 +49,12 @@ _REACH = 4.0
 def around(config: RunConfig, vocab_size: int, assumptions: Assumptions) -> Coupling:
     """Return the coupling of a config, the middle of the slices.
 
+    Parameters
+    ----------
+    config : RunConfig
+    vocab_size : int
+    assumptions : Assumptions
+
     Raises
     ------
     BadInputError

@@ -51,7 +51,17 @@ def vertices(c: Coupling) -> list[Matrix]:
 
 
 def falls(p: Matrix, decay: Fraction, matrices: Sequence[Matrix]) -> bool:
-    """Decide exactly whether P > 0 and decay P - A'PA > 0 at every matrix A."""
+    """Decide exactly whether P > 0 and decay P - A'PA > 0 at every matrix A.
+
+    Parameters
+    ----------
+    p : Matrix
+        Symmetric.
+    decay : Fraction
+        q^2.
+    matrices : sequence of Matrix
+        The A, of the size of ``p``.
+    """
     if not positive_definite(p):
         return False
     n = range(len(p))

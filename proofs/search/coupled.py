@@ -117,7 +117,16 @@ def rounded(p: npt.NDArray[np.float64], bits: int) -> Matrix:
 
 
 def verified(p: npt.NDArray[np.float64], decay: Fraction, matrices: Sequence[Matrix]) -> Matrix | None:
-    """Return P rounded to as few bits as the exact check accepts, or None."""
+    """Return P rounded to as few bits as the exact check accepts, or None.
+
+    Parameters
+    ----------
+    p : ndarray, shape (3, 3)
+    decay : Fraction
+        q^2.
+    matrices : sequence of Matrix
+        The vertices.
+    """
     if not np.isfinite(p).all() or not (np.diag(p) > 0).all():
         return None
     return next((q for q in (rounded(p, bits) for bits in _BITS) if falls(q, decay, matrices)), None)
