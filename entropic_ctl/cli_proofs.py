@@ -1,4 +1,4 @@
-"""Commands about stability proofs: ``entropic prove``, ``check``, ``margins`` and ``phase``."""
+"""Commands about stability proofs: ``entropic prove``, ``check``, ``margins``, ``phase`` and ``region``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from entropic_ctl.cli_options import Config, Force, Json, Out
 
-__all__ = ["check", "margins", "phase", "prove", "register"]
+__all__ = ["check", "margins", "phase", "prove", "region", "register"]
 
 Vocab = Annotated[
     int | None, typer.Option("--vocab", min=2, help="Vocabulary size; that of the config's entropy bank if absent.")
@@ -153,9 +153,34 @@ def phase(
     )
 
 
+def region(
+    config: Config,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the table and the picture.")],
+    vocab: Vocab = None,
+    assume: Assume = None,
+    cells: Annotated[int, typer.Option("--cells", min=2, max=200, help="Cells along each axis of a slice.")] = 24,
+    force: Force = False,
+    json_file: Json = None,
+) -> None:
+    """Map where temperature and budget together are stable, and where one quadratic function shows it, as a picture.
+
+    Exit 1 if a cell contradicts the small-gain theorem.
+
+    Example: `entropic region run.toml --out out/region`
+    """
+    from entropic_ctl import cli_region_run
+
+    raise typer.Exit(
+        cli_region_run.region(
+            config, out, vocab=vocab, assume=assume or [], cells=cells, force=force, json_file=json_file
+        )
+    )
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands of this module."""
     app.command()(prove)
     app.command()(check)
     app.command()(margins)
     app.command()(phase)
+    app.command()(region)

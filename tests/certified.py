@@ -41,6 +41,9 @@ BASES: dict[str, config.RunConfig] = {
     "fixed": make(law="fixed"),
     "damped": make(law="damped"),
     "drafts": make(0.02, drafts=2),
+    "coupled": config.from_mapping(
+        {"loop": {"temperature": {"law": "feedback"}, "pruning": {"law": "budget", "widen_after": 1}}}
+    ),
     "every law": config.from_mapping(
         {
             "engine": {"observation_lag": 1},
@@ -65,6 +68,7 @@ STATUSES = {
     "fixed": ("stateless", "proved"),
     "damped": ("stateless", "proved"),
     "drafts": ("gain-drafts", "proved"),
+    "coupled": ("gain-lag-0", "proved"),
     "every law": ("gain-lag-1", "proved"),
 }
 """What the checker must say of them."""

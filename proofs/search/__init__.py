@@ -16,7 +16,7 @@ from entropic_ctl.errors import BadInputError
 from proofs import check
 from proofs.check import Assumptions, Hints, Subject
 from proofs.check.base import format_hint
-from proofs.search import gain, target, topk
+from proofs.search import coupled, gain, target, topk
 
 __all__ = ["HINTERS", "certify", "prove", "tools"]
 
@@ -25,6 +25,7 @@ HINTERS: Mapping[Callable[..., Any], Callable[[Subject], Mapping[str, Any]]] = {
     check.topk.claims: topk.hints,
     check.target.claims: target.hints,
     check.floor.claims: target.floor_hints,
+    check.coupled.claims: coupled.hints,
 }
 """Checker's function -> function that finds what it needs: rationals, nested in lists, by name."""
 

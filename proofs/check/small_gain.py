@@ -1,0 +1,254 @@
+"""Theorems `small-gain`, `switching-theta` and `pairing`: temperature and budget act on each other through entropy.
+
+Deviations x of u, w of the model entropy and y of theta from an equilibrium obey, with the shipped laws in their order,
+
+    x+ = mu ((1 - k lambda V) x - k lambda rho y),   w = s x(t-1) + r y,   y+ = g w(t - delta),
+
+mu, lambda in [0, 1] from clamps, rate limit and phi, V in [V_lo, V_max(n)], |rho|, |r|, |s| below their assumed
+bounds, g in [-slope, 0], delta < widen_after: a budget that waits before it widens is the budget asked for at most
+widen_after - 1 tokens ago. All of it may vary in time. Source: ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from proofs.check.base import Claim, Hints, Subject, decimal
+from proofs.check.gain import SHAPES, bounds_of
+from proofs.enclosures import exp
+
+__all__ = ["Coupling", "coupling", "least_share", "out_of_scope", "pairing", "small_gain", "switching_theta"]
+
+_STILL = "fixed"
+
+
+@dataclass(frozen=True)
+class Coupling:
+    """Exact bounds on the coupled loop.
+
+    Parameters
+    ----------
+    gain : Fraction
+        k.
+    share : Fraction
+        Least lambda = (change of u without the clamps) / (-k e) for 0 < |e| <= error_nats, rounded down.
+    v_min, v_max : Fraction
+        V_lo, and an upper bound of V_max(n), nats squared.
+    v_sure : Fraction
+        A lower bound of V_max(n): some distribution is that sharp.
+    rho, r, s : Fraction
+        Assumed bounds of the effects.
+    slope : Fraction
+        Steepest fall of the budget over the model entropy.
+    """
+
+    gain: Fraction
+    share: Fraction
+    v_min: Fraction
+    v_max: Fraction
+    v_sure: Fraction
+    rho: Fraction
+    r: Fraction
+    s: Fraction
+    slope: Fraction
+
+    def theta_to_u(self) -> Fraction | None:
+        """Return sup k lambda rho / (1 - |1 - k lambda V|), rho / V_lo or k rho / (2 - k V_max); None if infinite."""
+        if self.gain <= 0 or self.v_min == 0 or self.gain * self.v_max >= 2:
+            return None
+        return max(self.rho / self.v_min, self.gain * self.rho / (2 - self.gain * self.v_max))
+
+
+def least_share(law: Any, error: Fraction) -> Fraction:
+    """Bound phi(e)/e, rate limit included, below over 0 < e <= error: it falls with e, so the end decides."""
+    share = Fraction(1)
+    if law.phi == "tanh":  # tanh x = 1 - 2 / (e^2x + 1), increasing
+        x = error / Fraction(law.phi_scale_nats)
+        share = (1 - 2 / (exp(2 * min(x, Fraction(32))).lo + 1)) / x
+    if law.rate_limit > 0 and law.gain > 0:
+        share = min(share, Fraction(law.rate_limit) / (Fraction(law.gain) * error))
+    return share
+
+
+def out_of_scope(subject: Subject) -> str | None:
+    """Return why nothing couples, or None."""
+    loop = subject.config.loop
+    if loop.pruning.name != "budget":
+        return f"the pruning law {loop.pruning.name!r} has no budget that moves with entropy: nothing couples"
+    return None
+
+
+def _moves(subject: Subject) -> str:
+    """Return the temperature law's name, ``fixed`` where clamps or greedy decoding hold the temperature."""
+    law = subject.law
+    return _STILL if law.temperature == 0.0 or law.t_min == law.t_max else subject.config.loop.temperature.name
+
+
+def uncovered(subject: Subject) -> str | None:
+    """Return why no theorem about the coupled ``feedback`` loop covers this subject, or None."""
+    lag, drafts = subject.config.engine.observation_lag, subject.config.speculation.draft_tokens
+    if lag:
+        return f"u sees entropies {lag} token late: the coupled model has no such delay"
+    if drafts:
+        return f"up to {drafts + 1} tokens a step are sampled under one temperature: not in the coupled model"
+    return None if subject.law.phi in SHAPES else f"no theorem covers the error shape {subject.law.phi!r}"
+
+
+def coupling(subject: Subject, hints: Hints) -> Coupling | None:
+    """Return the bounds for a config with the ``feedback`` and ``budget`` laws; None without a bound on V_max(n)."""
+    bounds = bounds_of(subject, hints)
+    if bounds is None:
+        return None
+    law, assumed = subject.law, subject.assumptions
+    rho, r, s, error, v_min = (
+        Fraction(x) for x in (assumed.rho, assumed.r, assumed.s, assumed.error_nats, assumed.varentropy_min)
+    )
+    low, high = bounds.v_max
+    return Coupling(Fraction(law.gain), least_share(law, error), v_min, high, low, rho, r, s, slope_of(subject))
+
+
+def slope_of(subject: Subject) -> Fraction:
+    """Return the steepest fall of the wanted budget over the model entropy: (wide - narrow) / (high - low)."""
+    budget = subject.config.loop.pruning.config
+    wide, narrow = Fraction(budget.theta_wide_nats), Fraction(budget.theta_nats)
+    return (wide - narrow) / (Fraction(budget.entropy_high_nats) - Fraction(budget.entropy_low_nats))
+
+
+def _stateless_gain(subject: Subject) -> Fraction | None:
+    """Return the gain from theta to u of a law without integral action: f rho / V_lo (``solve``: f = 1), or 0."""
+    name, assumed = _moves(subject), subject.assumptions
+    if name == _STILL:
+        return Fraction(0)
+    if assumed.rho == 0.0:
+        return Fraction(0)
+    share = Fraction(1) if name == "solve" else Fraction(subject.law.fraction)
+    return share * Fraction(assumed.rho) / Fraction(assumed.varentropy_min) if assumed.varentropy_min else None
+
+
+def small_gain(subject: Subject, c: Coupling | None) -> Claim:
+    """Decide whether every deviation dies out: (theta to u) s slope + slope r < 1, and the converse."""
+    assumed, name, dwell = subject.assumptions, _moves(subject), subject.config.loop.pruning.config.widen_after
+    s, slope = Fraction(assumed.s), slope_of(subject)
+    own = slope * Fraction(assumed.r)  # theta on itself, through the model entropy
+    if own >= 1:
+        reason = (
+            f"theta alone feeds back to itself with gain {float(own):.4g}, not below 1: a deviation does not die out"
+        )
+        return Claim("small-gain", "refuted", reason, {"theta_to_theta": str(own)})
+    if name == "feedback":
+        if (why := uncovered(subject)) is not None or c is None:
+            return Claim("small-gain", "unknown", why or "no bound on the varentropy was given")
+        if c.v_min > c.v_max:
+            return Claim(
+                "small-gain", "not applicable", "V_lo is above V_max(n): no distribution meets the assumptions"
+            )
+        if c.gain <= 0 or c.v_min == 0 or c.gain * c.v_sure >= 2:
+            why = (
+                f"the gain {subject.law.gain!r} does not pull u back"
+                if c.gain <= 0
+                else "V_lo = 0: at V = 0 u stays where it is"
+                if c.v_min == 0
+                else f"k V_max(n) >= {float(c.gain * c.v_sure):.6g}: u alone does not settle where V is largest"
+            )
+            return Claim("small-gain", "refuted", why)
+        first = c.theta_to_u()
+    elif name in (_STILL, "solve", "damped"):
+        first = _stateless_gain(subject)
+    else:
+        return Claim("small-gain", "unknown", f"no theorem covers the law {name!r}")
+    room = 1 - own
+    numbers = {
+        "theta_to_u": None if first is None else decimal(first, up=True),
+        "u_to_entropy": str(s),
+        "entropy_to_theta": decimal(slope / room, up=True),
+        "theta_to_theta": decimal(own, up=True),
+        "loop": None if first is None else decimal(first * s * slope / room, up=True),
+        "least_varentropy": decimal(Fraction(assumed.rho) * s * slope / room, up=True),
+    }
+    if first is not None and first * s * slope < room:
+        reason = (
+            f"theta to u {float(first):.4g}, u to entropy {float(s):.4g}, entropy to theta {float(slope / room):.4g}: "
+            f"their product {float(first * s * slope / room):.3g} is below 1, so every deviation dies out, also while "
+            f"theta waits {dwell} tokens to widen"
+        )
+        return Claim("small-gain", "proved", reason, numbers)
+    slow = c.rho / c.v_min if c is not None and name == "feedback" else first
+    if s * slope > 0 and (slow is None or slow * s * slope >= room):
+        reason = (
+            "at V = V_lo the loop u, entropy, theta has a steady gain of at least 1: a deviation that narrows theta "
+            "keeps itself up"
+        )
+        return Claim("small-gain", "refuted", reason, numbers)
+    if c is not None and dwell == 1 and c.gain * c.rho * s * slope >= (2 - c.gain * c.v_sure) * room:
+        return Claim("small-gain", "refuted", "at V = V_max(n) u and theta alternate without dying out", numbers)
+    return Claim(
+        "small-gain", "unknown", "the loop product is not below 1, yet no member is known to keep going", numbers
+    )
+
+
+def switching_theta(subject: Subject, c: Coupling | None) -> Claim:
+    """Bound what a budget that moves in any way within its band does to u and to the tempered entropy."""
+    theorem = "switching-theta"
+    if (name := _moves(subject)) != "feedback":
+        return Claim(theorem, "not applicable", f"the temperature law ({name}) keeps no state that theta could disturb")
+    if (why := uncovered(subject)) is not None or c is None:
+        return Claim(theorem, "unknown", why or "no bound on the varentropy was given")
+    budget = subject.config.loop.pruning.config
+    span = Fraction(budget.theta_wide_nats) - Fraction(budget.theta_nats)
+    disturbance, first = c.rho * span, c.theta_to_u() if c.v_min <= c.v_max else None
+    monotone = c.gain > 0 and c.gain * c.v_max <= 1
+    numbers = {
+        "span_nats": decimal(span, up=True),
+        "entropy_bound_nats": decimal(disturbance, up=True) if monotone else None,
+        "u_bound": None if first is None else decimal(first * span, up=True),
+    }
+    if c.gain <= 0 or (c.gain * c.v_sure > 2 and c.v_min <= c.v_sure):
+        why = "does not pull u back" if c.gain <= 0 else f"has k V_max(n) >= {float(c.gain * c.v_sure):.6g}, above 2"
+        return Claim(theorem, "refuted", f"the gain {subject.law.gain!r} {why}: no bound holds", numbers)
+    if monotone:
+        reason = (
+            f"k V_max(n) <= 1: on any frozen logits within reach |H(u) - H*| ends within {float(disturbance):.4g} "
+            f"nats, however theta moves within its {float(span):.4g} nats"
+        )
+        return Claim(theorem, "proved", reason, numbers)
+    if first is not None:
+        reason = (
+            f"for V >= {float(c.v_min):.4g}, u ends within {float(first * span):.4g} of its equilibrium, however theta "
+            "moves within its band; k V_max(n) > 1, so nothing is said of smaller V"
+        )
+        return Claim(theorem, "proved", reason, numbers)
+    return Claim(theorem, "unknown", "k V_max(n) is above 1, and no least varentropy V_lo <= V_max(n) helps", numbers)
+
+
+def pairing(subject: Subject) -> Claim:
+    """Decide whether the relative gain array pairs u with the tempered and theta with the model entropy.
+
+    For effects of exactly the assumed size and any signs the relative gain of that pairing is 1 / (1 - kappa) with
+    |kappa| = rho s / (V r), so it is above 1/2 and positive for all of them exactly if |kappa| < 1.
+    """
+    theorem = "pairing"
+    if (name := _moves(subject)) == _STILL:
+        return Claim(theorem, "not applicable", "the temperature never moves: one input is left")
+    assumed = subject.assumptions
+    rho, r, s, v_min = (Fraction(x) for x in (assumed.rho, assumed.r, assumed.s, assumed.varentropy_min))
+    if r == 0 or v_min == 0:
+        return Claim(theorem, "unknown", f"{name}: with r = 0 or V = 0 the plant has no relative gain array")
+    critical, kappa = rho * s / r, rho * s / (r * v_min)
+    numbers = {"critical_varentropy": decimal(critical, up=True), "kappa": decimal(kappa, up=True)}
+    if kappa >= 1:
+        reason = (
+            f"below V = rho s / r = {float(critical):.4g} nats^2 the relative gain is negative or below 1/2: there "
+            "theta moves the tempered entropy as surely as u does"
+        )
+        return Claim(theorem, "unknown", reason, numbers)
+    numbers |= {
+        "relative_gain_low": decimal(1 / (1 + kappa), up=False),
+        "relative_gain_high": decimal(1 / (1 - kappa), up=True),
+    }
+    reason = (
+        f"relative gain in [{float(1 / (1 + kappa)):.4g}, {float(1 / (1 - kappa)):.4g}] for V >= {float(v_min):.4g}: u "
+        "belongs to the tempered, theta to the model entropy"
+    )
+    return Claim(theorem, "proved", reason, numbers)
