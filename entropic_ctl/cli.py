@@ -27,6 +27,7 @@ from entropic_ctl import (
     cli_proofs,
     cli_sweep,
     cli_validate,
+    cli_variance,
     cli_workload,
 )
 from entropic_ctl.cli_console import console, drop_stdout, tolerate_any_encoding
@@ -333,6 +334,7 @@ cli_identify.register(app)
 cli_proofs.register(app)
 cli_sweep.register(app)
 cli_validate.register(app)
+cli_variance.register(app)
 cli_workload.register(app)
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "ema_limit",
     "phi_for_cut",
     "small_gain_slope",
+    "stationary_ratio",
     "white_ratio",
 ]
 
@@ -94,3 +95,36 @@ def small_gain_slope(autocorrelations: Sequence[float]) -> float:
     Negative, so that a small gain helps, exactly when they sum to more than 1/2.
     """
     return 0.5 - math.fsum(autocorrelations)
+
+
+def stationary_ratio(autocorrelations: Sequence[float], g: float, noise_gain: float | None = None) -> float:
+    r"""Return the variance ratio for any stationary entropy, from its autocorrelations r_1, r_2, ...
+
+    With constant V the loop answers an impulse of w with 1, -g, -g q, -g q^2, ..., q = 1 - g, so
+
+        ratio = 2 / (2 - g) * (1 - g A),    A = sum over m >= 1 of q^(m-1) r_m,
+
+    below 1 exactly when the discounted sum A exceeds 1/2 (at g -> 0 the plain sum: :func:`small_gain_slope`).
+    If V is drawn anew each token, independently of w, with g = k E[V] and G = k E[V^2] / E[V],
+
+        ratio = 1 + G (1 + 2 q A) / (2 - G) - 2 g A,
+
+    1 + g (c / 2 - (2 - c) A) for small g, c = E[V^2] / E[V]^2: from c = 2 on no positive A helps.
+
+    Parameters
+    ----------
+    autocorrelations : sequence of float
+        r_1, r_2, ...; those not given count as 0.
+    g : float
+        Mean loop gain k E[V], in (0, 2).
+    noise_gain : float, optional
+        G, in (0, 2); g for constant V.
+
+    >>> round(stationary_ratio([0.6**m for m in range(1, 99)], 0.4), 12) == round(ar1_ratio(0.6, 0.4), 12)
+    True
+    """
+    _within("g", g, 0.0, 2.0)
+    noisy = g if noise_gain is None else _within("noise_gain", noise_gain, 0.0, 2.0)
+    decay = 1.0 - g
+    discounted = math.fsum(decay**m * r for m, r in enumerate(autocorrelations))
+    return 1.0 + noisy * (1.0 + 2.0 * decay * discounted) / (2.0 - noisy) - 2.0 * g * discounted

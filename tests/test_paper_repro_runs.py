@@ -59,7 +59,7 @@ def test_demo_writes_tables_figures_and_report(shown: tuple[Path, Any, list[floa
     assert "What got worse" in page
     for part in ("Summary", "2603.03310", "Words used below", "must not be compared", "p99 latency", "token limit"):
         assert part in page
-    assert page.count("&quot;prefill_chunk&quot;") == 1  # the configuration stands there once
+    assert page.count("&quot;prefill_chunk&quot;") == 2  # the configuration stands there once, and in the certificate
     assert "What causes the seasons on Earth?" in page
     assert "How to reproduce" in page
     assert "Control, simulation" in page
@@ -77,9 +77,10 @@ def test_the_same_tuned_loop_ran_in_both_worlds_and_was_certified(shown: tuple[P
         header = json.loads(log.readline())
     assert header["loop"] == full
     certificate = json.loads((work / "certificate.json").read_text())
-    assert certificate["claim"] == "proved"
-    assert certificate["parameters"]["gain"] == full["temperature"]["gain"]
-    assert full["temperature"]["gain"] < certificate["gain_limit"]
+    gain = next(claim for claim in certificate["claims"] if claim["theorem"] == "gain-lag-0")
+    assert gain["status"] == "proved"
+    assert certificate["about"]["loop"]["temperature"]["gain"] == full["temperature"]["gain"]
+    assert full["temperature"]["gain"] < gain["numbers"]["limit_every_target"]
 
 
 def test_engine_runs_of_all_arms_saw_the_same_prompts_and_count_alike(shown: tuple[Path, Any, list[float]]) -> None:

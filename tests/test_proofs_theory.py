@@ -83,6 +83,52 @@ def test_small_gain_slope(phi: float) -> None:
     assert (theory.ar1_ratio(phi, g) - 1) / g == pytest.approx(slope, abs=1e-4)
 
 
+@given(st.floats(0.02, 1.98), st.floats(-0.95, 0.95))
+def test_any_autocorrelations_include_ar1_and_white(g: float, phi: float) -> None:
+    r = [phi**j for j in range(1, 2000)]
+    assert theory.stationary_ratio(r, g) == pytest.approx(theory.ar1_ratio(phi, g), rel=1e-9)
+    assert theory.stationary_ratio([], g) == pytest.approx(theory.white_ratio(g), rel=1e-12)
+    assert theory.stationary_ratio(r, g, g) == theory.stationary_ratio(r, g)
+
+
+@given(st.lists(st.floats(-1, 1), min_size=1, max_size=6), st.floats(0.02, 1.98))
+def test_moving_average_entropy(weights: list[float], g: float) -> None:
+    """w = white noise through a finite filter: its exact autocorrelations against the loop run on the filter itself."""
+    h = np.array([1.0, *weights])
+    covariance = [float(h[: h.shape[0] - m] @ h[m:]) for m in range(h.shape[0])]
+    r = [c / covariance[0] for c in covariance[1:]]
+    u, power = 0.0, 0.0
+    for w in [*h.tolist(), *[0.0] * 2000]:
+        y = w + u
+        u -= g * y
+        power += y * y
+    assert theory.stationary_ratio(r, g) == pytest.approx(power / covariance[0], rel=1e-7, abs=1e-9)
+
+
+@given(st.lists(st.floats(-0.2, 0.6), min_size=1, max_size=5), st.floats(0.02, 1.98))
+def test_feedback_helps_exactly_where_the_discounted_sum_exceeds_a_half(r: list[float], g: float) -> None:
+    discounted = sum((1 - g) ** m * value for m, value in enumerate(r))
+    if abs(discounted - 0.5) > 1e-9:
+        assert (theory.stationary_ratio(r, g) < 1) == (discounted > 0.5)
+
+
+def test_stationary_entropy_with_random_varentropy() -> None:
+    """AR(1) entropy, V drawn anew each token: both moments of V enter; many loops in parallel, fixed seed."""
+    rng, k, phi, rows, steps = np.random.default_rng(8), 0.06, 0.5, 20_000, 300
+    u, w, total, count = np.zeros(rows), rng.standard_normal(rows), 0.0, 0
+    for t in range(steps):
+        v = rng.choice([1.0, 13.0], rows)
+        y = w + v * u
+        u = u - k * y
+        w = phi * w + math.sqrt(1 - phi**2) * rng.standard_normal(rows)
+        if t >= 150:
+            total, count = total + float((y**2).sum()), count + rows
+    g, noisy, r = k * 7.0, k * 85.0 / 7.0, [phi**j for j in range(1, 60)]
+    expected = theory.stationary_ratio(r, g, noisy)
+    assert total / count == pytest.approx(expected, rel=0.01)
+    assert abs(expected - theory.stationary_ratio(r, g)) > 0.1  # constant V would be told apart
+
+
 def spectral_radius_delay(g: float, delay: int) -> float:
     return float(np.abs(np.roots([1.0, -1.0, *[0.0] * (delay - 1), g] if delay else [1.0, g - 1.0])).max())
 
@@ -108,6 +154,8 @@ def test_bad_arguments() -> None:
         lambda: theory.white_ratio(2.0),
         lambda: theory.white_ratio(math.nan),
         lambda: theory.ar1_ratio(1.0, 0.5),
+        lambda: theory.stationary_ratio([0.5], 2.0),
+        lambda: theory.stationary_ratio([0.5], 0.5, 2.0),
         lambda: theory.delay_limit(-1),
         lambda: theory.ema_limit(0.0),
         lambda: theory.phi_for_cut(1.0),
