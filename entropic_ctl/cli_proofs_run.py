@@ -27,7 +27,8 @@ def prove(config_file: Path, *, out: Path, vocab: int | None, assume: Sequence[s
     inputs: list[Path | str] = [config_file, *configs.inputs_of(config)]
     cli_output.check_file(out, "--out", *inputs)
     cli_output.check_file(json_file, "--json", out, *inputs)
-    given = need("proofs.assumptions", "proofs").parse(assume)
+    told = [text.partition("=")[0].strip() for text in assume]
+    given = need("proofs.assumptions", "proofs").parse(assume, need("sim.load_bounds", "sim").assumed(config, told))
     vocab = vocab if vocab is not None else bank_vocabulary(config)
     with cli_live.progress("prove") as report:
         certificate = need("proofs.search", "proofs").prove(config, vocab, given, progress=report)

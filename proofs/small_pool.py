@@ -56,20 +56,22 @@ class Pool(NamedTuple):
     stateful: bool
     requests: tuple[tuple[int, int], ...]
 
+    @property
+    def engine(self) -> EngineConfig:
+        """The engine limits."""
+        return EngineConfig(
+            page_tokens=self.page_tokens,
+            pages=self.pages,
+            max_batch=self.max_batch,
+            max_batch_tokens=self.max_batch_tokens,
+            prefill_chunk=self.prefill_chunk,
+            max_live=self.max_live,
+        )
+
     def batcher(self) -> Batcher:
         """Return an empty shipped batcher with these limits."""
-        return Batcher(
-            EngineConfig(
-                page_tokens=self.page_tokens,
-                pages=self.pages,
-                max_batch=self.max_batch,
-                max_batch_tokens=self.max_batch_tokens,
-                prefill_chunk=self.prefill_chunk,
-                max_live=self.max_live,
-            ),
-            SchedulingConfig(wait_limit_steps=self.wait_limit_steps, quantum_steps=self.quantum_steps),
-            stateful=self.stateful,
-        )
+        scheduling = SchedulingConfig(wait_limit_steps=self.wait_limit_steps, quantum_steps=self.quantum_steps)
+        return Batcher(self.engine, scheduling, stateful=self.stateful)
 
 
 @dataclass(frozen=True)
