@@ -34,10 +34,7 @@ def fault(config: budget.Config, levels: int = 5) -> str:
     band = np.linspace(config.entropy_low_nats, config.entropy_high_nats, levels)
     entropies = np.append(band, np.nan)
     thetas = np.unique(law.wanted(entropies))
-    if d <= 2 * _TIMERS:
-        timers = np.arange(d)
-    else:
-        timers = np.concatenate([np.arange(_TIMERS), np.arange(d - _TIMERS, d)])
+    timers = np.unique(np.concatenate([np.arange(min(d, _TIMERS)), np.arange(max(0, d - _TIMERS), d)]))
     grid = np.array(list(itertools.product(thetas.tolist(), timers.tolist(), entropies.tolist())))
     theta, timer = grid[:, 0], grid[:, 1].astype(np.int64)
     want = law.wanted(grid[:, 2])

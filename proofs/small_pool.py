@@ -20,7 +20,7 @@ import numpy as np
 
 from entropic_ctl.batching import Batcher
 from entropic_ctl.config import EngineConfig
-from entropic_ctl.errors import NoProgressError
+from entropic_ctl.errors import EntropicError, NoProgressError
 from entropic_ctl.scheduling.base import SchedulingConfig
 from entropic_ctl.signals import Finish, FinishReason, IntArray, Request, StepPlan, StepResult
 
@@ -281,8 +281,8 @@ def explore(pool: Pool, most: int = 10**6) -> Explored:
         name, following, longest = path.pop()
         try:
             found = next(following, None)
-        except NoProgressError as error:
-            return result(f"deadlock: {error}")
+        except EntropicError as error:
+            return result(f"{'deadlock' if isinstance(error, NoProgressError) else 'the batcher fails'}: {error}")
         if found is None:
             left[name] = longest
             if path:

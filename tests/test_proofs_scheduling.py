@@ -107,9 +107,7 @@ class Drive:
                 redone += more
             assert self.found.short or not plan.preempted.shape[0]
             sampled = plan.ids[plan.samples]
-            ended = tuple(
-                Finish(int(i), FinishReason.EOS) for i in sampled.tolist() if self.rng.random() < self.ends
-            )
+            ended = tuple(Finish(int(i), FinishReason.EOS) for i in sampled.tolist() if self.rng.random() < self.ends)
             if plan.n_rows:
                 b.observe(StepResult(plan.step, 0.0, 1.0, token_ids=sampled, finished=ended))
             if live >= self.found.sure:
@@ -225,9 +223,7 @@ def test_the_capacity_decides_between_proved_and_unknown(live: int) -> None:
 def run_of(rate: float, n: int, **engine: int) -> RunConfig:
     limits = {"max_batch": 4, "max_batch_tokens": 64, "prefill_chunk": 32, "max_live": 64, "pages": 256} | engine
     work = {"kind": "poisson", "rate_per_s": rate, "n_requests": n, "prompt_tokens": 32, "prompt_cv": 0.3}
-    return config.from_mapping(
-        {"workload": work | {"output_tokens": 16, "output_length": "limit"}, "engine": limits}
-    )
+    return config.from_mapping({"workload": work | {"output_tokens": 16, "output_length": "limit"}, "engine": limits})
 
 
 @pytest.mark.parametrize("pages", [40, 1024])

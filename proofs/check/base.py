@@ -41,7 +41,7 @@ class Assumptions:
     s: float = fields.number(0.15, 0.0, 1e3, "s: largest effect of u = ln T on the next model entropy, nats per unit")
     error_nats: float = fields.number(4.0, 0.0, 100.0, "largest |H - H*| in the coupled model, nats", open_lo=True)
     step_s: float = fields.number(0.1, 0.0, 1e6, "longest mean duration of an iteration under load, s", open_lo=True)
-    token_s: float = fields.number(0.0, 0.0, 1e6, "what each prompt token in it may add to that, s; 0: step_s has it all")
+    token_s: float = fields.number(0.0, 0.0, 1e6, "what each prompt token in it may add to step_s, s")
     rate_per_s: float = fields.number(1.0, 0.0, 1e9, "mean arrivals per second, i.i.d. gaps", open_lo=True)
     prompt_tokens: float = fields.number(128.0, 0.0, 1e9, "mean prompt length, tokens", open_lo=True)
     output_tokens: float = fields.number(64.0, 0.0, 1e9, "mean output length, tokens", open_lo=True)

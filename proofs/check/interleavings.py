@@ -49,9 +49,7 @@ def claims(subject: Subject, hints: Hints) -> list[Claim]:  # noqa: ARG001
     pool = scaled(subject)
     found = explore(pool)
     engine = pool.engine
-    bound = wait_steps(
-        engine, seats(engine, max(map(sum, REQUESTS))), pool.wait_limit_steps, pool.quantum_steps
-    )
+    bound = wait_steps(engine, seats(engine, max(map(sum, REQUESTS))), pool.wait_limit_steps, pool.quantum_steps)
     numbers = {
         "states": found.states,
         "iterations": found.steps,
