@@ -6,10 +6,10 @@ waited at least W iterations; the longest wait goes first. The rest is ordered b
 arrival. Longest wait first is arrival order among rows that have not run since they arrived; for rows that have, it
 keeps a row that was just served from overtaking one that was not, which plain arrival order does when W is small.
 
-Waiting bound (ours; proof in ``entropic_ctl/README.md``): with at most N live rows, B seats and any B rows fitting the
-pool together, no row stays unserved for more than W + ceil(N / B) h iterations, whatever the scores; h = max(q, P),
-where P is the longest (re)computation of known tokens in steps, at the share of the token budget it gets. With q >= P
-that is W + ceil(N / B) q. If the pool cannot hold B of them together, N h replaces ceil(N / B) h.
+Waiting bound (ours; proof in ``proofs/README.md``, section 11): with at most N live rows of which any F <= B fit the
+pool together, no row stays unserved for more than W + floor((N - 1) h / F) iterations, whatever the scores; h = max(q, P),
+where P is the longest (re)computation of known tokens in steps, at the share of the token budget it gets. With
+q >= P and F = B that is less than W + ceil(N / B) q.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ combinations are followed on the shipped :class:`~entropic_ctl.batching.Batcher`
 as one if every later decision is the same: request by request in arrival order, with times relative to the step and
 without page and slot numbers, which no decision reads. Part of the trusted code; integers only. Source: ours.
 """
+# ruff: noqa: SLF001 - what is explored is the private state of the batcher
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a configuration says about its load, for the assumptions of a certificate: rate, lengths, length of an iteration.
+"""What a configuration says about its load, for a certificate: rate, lengths, length of an iteration.
 
 An iteration that computes g prompt tokens besides its sampling rows is taken to last at most ``step_s + token_s * g``:
 ``step_s`` is the cost model's charge for a full batch of decode rows at the longest context, ``token_s`` the largest
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any
 
 from entropic_ctl.config import RunConfig
 from sim import calibrated
@@ -29,7 +28,7 @@ def assumed(config: RunConfig, given: Collection[str] = ()) -> dict[str, float]:
     Parameters
     ----------
     config : RunConfig
-        A workload that is drawn is drawn as the simulator does, its first 20,000 requests at most; a trace is read whole.
+        The workload is drawn as the simulator does (at most 20,000 requests); a trace is read whole.
     given : collection of str
         Names that are known otherwise and left out.
 
@@ -37,8 +36,8 @@ def assumed(config: RunConfig, given: Collection[str] = ()) -> dict[str, float]:
     -------
     dict
         ``rate_per_s`` (requests; left out where arrivals wait for departures or all come at once), ``prompt_tokens``,
-        ``output_tokens`` (means; the limit, an end of text only shortens it), ``longest_tokens``, ``step_s``, ``token_s``
-        (of one replica; a drafter's own time is not in them).
+        ``output_tokens`` (means; the limit, an end of text only shortens it), ``longest_tokens``, ``step_s``,
+        ``token_s`` (of one replica; a drafter's own time is not in them).
 
     Raises
     ------
@@ -113,7 +112,7 @@ def longest_step(config: RunConfig, cost: CostModel, longest_tokens: int) -> flo
 
 
 def token_slope(config: RunConfig, cost: CostModel, longest_tokens: int, step_s: float) -> float:
-    """Return the most seconds that a prompt token adds to :func:`longest_step`, over iterations with 1, 2, 4, ... of them.
+    """Return the most seconds that a prompt token adds to :func:`longest_step`, in iterations with 1, 2, 4, ...
 
     Parameters
     ----------

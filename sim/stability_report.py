@@ -217,5 +217,5 @@ def _queue(config: RunConfig, bank: Bank, add: Any) -> None:
         "queue at the configured load",
         f"{drift.verdict}: {drift.rate:+.3g} requests/s [{drift.low:+.3g}, {drift.high:+.3g}], "
         f"when long {drift.busy_rate:+.3g} [{drift.busy_low:+.3g}, {drift.busy_high:+.3g}]",
-        "no certificate covers queues",
+        "claim `queue` of `entropic prove`",
     )

@@ -1,4 +1,4 @@
-"""The dwell time of theta and the loop through it: every move of the shipped law, and both sides of the cycle's bound."""
+"""The dwell time of theta and the loop through it: every move of the shipped law, both sides of the cycle's bound."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ configs = st.builds(
         entropy_low_nats=low,
         entropy_high_nats=low + wider,
         widen_after=d,
-    ),  # fmt: skip
+    ),
     st.floats(0.0, 1.0),
     st.floats(0.0, 1.0),
     st.floats(0.0, 3.0),
@@ -61,7 +61,7 @@ def test_every_history_of_the_shipped_law_keeps_the_dwell_time(d: int) -> None:
         asked = law.wanted(entropies)
         for new, j, h in zip(after.tolist(), count.tolist(), asked.tolist(), strict=True):
             assert new <= max(theta, h)
-            assert new == h or new == theta
+            assert new in (h, theta)
             if h < theta:
                 assert new == h  # at once
             if new > theta:

@@ -47,8 +47,13 @@ def claims(subject: Subject, hints: Hints) -> list[Claim]:  # noqa: ARG001
         why = f"the law {spec.name!r} has no timer and no state that moves"
         return [Claim(name, "not applicable", why) for name in ("dwell", "theta-cycle")]
     c = spec.config
-    ends = map(Fraction, (c.theta_nats, c.theta_wide_nats, c.entropy_low_nats, c.entropy_high_nats))
-    law = Band(*ends, c.widen_after)
+    law = Band(
+        narrow=Fraction(c.theta_nats),
+        wide=Fraction(c.theta_wide_nats),
+        low=Fraction(c.entropy_low_nats),
+        high=Fraction(c.entropy_high_nats),
+        after=c.widen_after,
+    )
     return [_dwell(law, c), _theta_cycle(subject, law)]
 
 
@@ -78,9 +83,7 @@ def _theta_cycle(subject: Subject, law: Band) -> Claim:
     width, band = law.wide - law.narrow, law.high - law.low
     slope = r * width / band
     numbers: dict[str, Any] = {"slope": str(slope), "r_limit": str(band / width) if width else None}
-    if (
-        slope < 1
-    ):  # |theta - fixed point| <= slope^m width after m moves, and slope^m <= exp(-m (1 - slope)), ln 100 < 5
+    if slope < 1:  # m moves leave at most slope^m <= exp(-m (1 - slope)) of the width, and ln 100 < 5
         moves = 1 if slope <= Fraction(1, 100) else -(-5 // (1 - slope))
         numbers["settles_tokens"] = moves * (law.after + lag)
         reason = (
@@ -91,16 +94,12 @@ def _theta_cycle(subject: Subject, law: Band) -> Claim:
         return Claim("theta-cycle", "proved", reason, numbers)
     most = log(Fraction(subject.vocab_size))
     if law.low >= most.hi:
-        reason = (
-            f"no entropy reaches the band from {float(law.low):g} nats on: the wide budget is all that is asked for"
-        )
+        reason = f"no entropy lies above {float(law.low):g} nats: the wide budget is all that is asked for"
         return Claim("theta-cycle", "proved", reason, numbers)
     effect = band / width
     swaps = want(law, law.low) == law.wide and want(law, law.low + effect * width) == law.narrow
     if not swaps or law.high > most.lo:
-        reason = (
-            f"slope {float(slope):.3g} is not below 1, but the counter-example needs {float(law.high):g} nats > ln n"
-        )
+        reason = f"slope {float(slope):.3g} >= 1, but the counter-example needs {float(law.high):g} nats, above ln n"
         return Claim("theta-cycle", "unknown", reason, numbers)
     period = law.after + 1 + 2 * lag
     numbers |= {

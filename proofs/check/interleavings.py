@@ -63,7 +63,7 @@ def claims(subject: Subject, hints: Hints) -> list[Claim]:  # noqa: ARG001
         status = "unknown" if found.fault.startswith("given up") else "refuted"
         return [Claim("interleavings", status, f"{told}: {why}", numbers)]
     reason = (
-        f"{told}: in all {found.states} states of three requests on {PAGES} pages every run ends within {found.longest} "
-        f"iterations; no deadlock, livelock or leak, no wait above {found.longest_wait} (bound {bound})"
+        f"{told}: in all {found.states} states of three requests on {PAGES} pages every run ends within "
+        f"{found.longest} iterations; no deadlock, livelock or leak, no wait above {found.longest_wait} (bound {bound})"
     )
     return [Claim("interleavings", "proved", reason, numbers)]

@@ -7,7 +7,7 @@ in iterations. ``queue``: with c = min(prefill_chunk, max_batch_tokens - B + 1) 
     sum over requests of  outputs left + F (1/c + 1/page) * prompt tokens left   (no 1/page if all N rows fit the pool)
 
 falls by F or more in each iteration with F live requests, whatever the policy; below the capacity arrivals bring less
-(Foster-Lyapunov). Source: ours; the waiting bound's proof is in ``entropic_ctl/README.md``, all else in the book.
+(Foster-Lyapunov). Source: ours.
 """
 
 from __future__ import annotations
@@ -43,7 +43,14 @@ class Seats(NamedTuple):
 
 
 def seats(engine: EngineConfig, longest_tokens: int) -> Seats:
-    """Count what surely fits; a request holds at most prompt + output - 1 tokens, and never more than it can alone."""
+    """Count what surely fits; a request holds at most prompt + output - 1 tokens, and never more than it can alone.
+
+    Parameters
+    ----------
+    engine : EngineConfig
+    longest_tokens : int
+        Prompt and output together, of the longest request.
+    """
     page = engine.page_tokens
     tokens = max(1, min(longest_tokens - 1, engine.pages * page, engine.max_context))
     pages = -(-tokens // page)
@@ -54,9 +61,14 @@ def seats(engine: EngineConfig, longest_tokens: int) -> Seats:
 def longest_computation(engine: EngineConfig, found: Seats) -> int:
     """Return P: most iterations in which a row among the first F computes all it knows.
 
-    It gets at least one token each time: K. If every seated row fits (F = B or N), rows ahead in the order stay ahead, the
-    first of them that still computes gets min(chunk, max_batch_tokens - B + 1) tokens, or all up to the end of a
+    It gets at least one token each time: K. If every seated row fits (F = B or N), rows ahead in the order stay ahead,
+    the first of them that still computes gets min(chunk, max_batch_tokens - B + 1) tokens, or all up to the end of a
     page where pages are short; so each needs P1 such iterations, F rows F P1, and one in which the order is made up.
+
+    Parameters
+    ----------
+    engine : EngineConfig
+    found : Seats
     """
     share = min(engine.prefill_chunk, engine.max_batch_tokens - engine.max_batch + 1)
     alone = -(-found.tokens // share) + (found.pages - 1 if found.short else 0)
@@ -66,7 +78,15 @@ def longest_computation(engine: EngineConfig, found: Seats) -> int:
 
 
 def wait_steps(engine: EngineConfig, found: Seats, wait_limit_steps: int, quantum_steps: int) -> int:
-    """Return the bound on iterations in a row in which a live request is left out."""
+    """Return the bound on iterations in a row in which a live request is left out.
+
+    Parameters
+    ----------
+    engine : EngineConfig
+    found : Seats
+    wait_limit_steps, quantum_steps : int
+        W and q.
+    """
     others = engine.max_live - 1
     if others < found.sure:
         return wait_limit_steps
@@ -74,7 +94,14 @@ def wait_steps(engine: EngineConfig, found: Seats, wait_limit_steps: int, quantu
 
 
 def work_seconds(engine: EngineConfig, found: Seats, given: Assumptions) -> Fraction:
-    """Return the mean seconds of work that one request brings, as the Lyapunov function counts it."""
+    """Return the mean seconds of work that one request brings, as the Lyapunov function counts it.
+
+    Parameters
+    ----------
+    engine : EngineConfig
+    found : Seats
+    given : Assumptions
+    """
     step_s, token_s = Fraction(given.step_s), Fraction(given.token_s)
     tokens = Fraction(given.prompt_tokens) + (Fraction(given.recomputed_tokens) if found.short else 0)
     per_token = Fraction(1, min(engine.prefill_chunk, engine.max_batch_tokens - engine.max_batch + 1))
@@ -84,7 +111,7 @@ def work_seconds(engine: EngineConfig, found: Seats, given: Assumptions) -> Frac
 
 
 def capacity(engine: EngineConfig, given: Assumptions) -> Fraction:
-    """Return the certified capacity, requests per second: 1 / :func:`work_seconds`."""
+    """Return the certified capacity of ``engine`` under the assumptions ``given``, requests/s: 1 / work_seconds."""
     return 1 / work_seconds(engine, seats(engine, given.longest_tokens), given)
 
 
@@ -130,6 +157,6 @@ def _queue(engine: EngineConfig, found: Seats, given: Assumptions) -> Claim:
         return Claim("queue", "unknown", why, numbers)
     reason = (
         f"{told}: while {found.sure} or more requests are in the system, the work left falls by at least "
-        f"{float((1 - load) * Fraction(given.step_s)):.3g} s per iteration on average, so the queue is positive recurrent"
+        f"{float((1 - load) * Fraction(given.step_s)):.3g} s per iteration on average: it is positive recurrent"
     )
     return Claim("queue", "proved", reason, numbers)
