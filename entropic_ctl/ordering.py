@@ -7,8 +7,8 @@ arrival. Longest wait first is arrival order among rows that have not run since 
 keeps a row that was just served from overtaking one that was not, which plain arrival order does when W is small.
 
 Waiting bound (ours; proof in ``proofs/README.md``, section 11): with at most N live rows of which any F <= B fit the
-pool together, no row stays unserved for more than W + floor((N - 1) h / F) iterations, whatever the scores; h = max(q, P),
-where P is the longest (re)computation of known tokens in steps, at the share of the token budget it gets. With
+pool together, no row stays unserved for more than W + floor((N - 1) h / F) iterations, whatever the scores;
+h = max(q, P), P the longest (re)computation of known tokens in steps, at the share of the token budget it gets. With
 q >= P and F = B that is less than W + ceil(N / B) q.
 """
 
