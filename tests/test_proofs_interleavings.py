@@ -58,8 +58,7 @@ def test_what_is_not_explored_is_unknown() -> None:
     assert explore(SMALL._replace(quantum_steps=3), 20).fault.startswith("given up")
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3])
-@pytest.mark.parametrize(("chunk", "tokens"), [(8, 8), (2, 3), (1, 3)])
+@pytest.mark.parametrize(("batch", "chunk", "tokens"), [(1, 8, 8), (2, 2, 3), (2, 8, 8), (3, 1, 3), (3, 3, 5)])
 def test_every_small_engine_is_free_of_faults(batch: int, chunk: int, tokens: int) -> None:
     pool = SMALL._replace(max_batch=batch, max_batch_tokens=tokens, prefill_chunk=chunk)
     found = explore(pool)

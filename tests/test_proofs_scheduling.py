@@ -118,7 +118,7 @@ class Drive:
             assert step < 5000
 
 
-@settings(max_examples=100)
+@settings(max_examples=80)
 @given(engines, workloads, st.integers(1, 12), st.integers(1, 5), st.integers(0, 2**32), st.sampled_from([0.0, 0.1]))
 def test_waits_are_bounded_and_the_work_falls_whatever_the_scores(
     drawn: Any, workload: list[tuple[int, int, int]], limit: int, quantum: int, seed: int, ends: float
