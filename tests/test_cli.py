@@ -338,14 +338,17 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     ),
     "certificate truncated": (bad_certificate(lambda text: text[: len(text) // 2]), ["c.json", "not JSON"]),
     "certificate huge integer": (bad_certificate(lambda text: "9" * 5000), ["c.json", "not JSON"]),
-    "certificate infinite gain": (bad_certificate(lambda text: text.replace("0.02", "9" * 400)), ["c.json", "gain"]),
+    "certificate infinite gain": (
+        bad_certificate(lambda text: text.replace('"gain": 0.02', '"gain": ' + "9" * 400)),
+        ["c.json", "gain"],
+    ),
     "certificate not an object": (bad_certificate(lambda text: "[1]"), ["c.json"]),
     "certificate NaN": (
         bad_certificate(lambda text: text.replace('"schema": 2', '"schema": NaN')),
         ["c.json", "finite"],
     ),
     "certificate edited gain": (
-        bad_certificate(lambda text: text.replace("0.02", "0.01")),
+        bad_certificate(lambda text: text.replace('"gain": 0.02', '"gain": 0.01')),
         ["c.json: certificate: about.loop.temperature.gain", "which has 0.02 (got 0.01)"],
     ),
     "certificate other kind": (
