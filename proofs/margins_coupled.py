@@ -1,9 +1,13 @@
 r"""The coupled loop of u = ln T, filtered model entropy f and budget theta as a two-channel feedback loop.
 
-Plant (static, specification section 7): tempered entropy y = V u + rho theta, next model entropy h = s u + r theta.
-Laws, in small signals and with entropies d tokens late:
+Plant, in the shipped order (section 12 of the proof book): u tempers a token, whose text sets the model entropy of the
+*next* token; theta prunes now and shifts both entropies of the same token. Laws, with entropies d tokens late:
 
-    u+ = u - k y,     f+ = (1-b) f + b h,     theta+ = (1-c) theta + c g f+.
+    y = V u + rho theta,    h = text + r theta,     text+ = s u,
+    u+ = u - k y,           f+ = (1-b) f + b h,     theta+ = (1-c) theta + c g f+.
+
+At d = 0, b = c = 1 the closed loop has the eigenvalues of the checker's matrix (:mod:`proofs.check.coupled`), and a 0
+for f, which is then a copy of h.
 
 The shipped ``budget`` law reads the last model entropy (b = 1) and, where it follows its band, sets theta at once
 (c = 1) with a slope g between -(wide - narrow) / (high - low) and 0; its dwell timer only ever holds theta back and is
@@ -51,9 +55,9 @@ class Plant:
     varentropy : float
         V, nats squared (nats per unit of u).
     rho, r : float
-        Effect of theta on the tempered and on the next model entropy, nats per nat.
+        Effect of theta on the tempered and on the model entropy of the same token, nats per nat.
     s : float
-        Effect of u on the next model entropy, nats per unit.
+        Effect of u on the model entropy of the next token, through the text, nats per unit.
     slope : float
         g <= 0: d theta / d (filtered model entropy).
     """
@@ -67,13 +71,17 @@ class Plant:
     def relative_gain(self) -> float:
         """Return the relative gain (Bristol 1966) of u on the tempered entropy, V r / (V r - rho s); NaN if singular.
 
-        It supposes that the other loop holds the model entropy exactly; the budget does not (:meth:`effective`).
+        At rest, where no delay counts, and if the other loop holds the model entropy exactly; the budget does not
+        (:meth:`effective`).
         """
         det = self.varentropy * self.r - self.rho * self.s
         return self.varentropy * self.r / det if det else math.nan
 
     def effective(self) -> float:
-        """Return the varentropy that the temperature loop meets while the budget reacts: V + rho g s / (1 - g r)."""
+        """Return the varentropy that the temperature loop meets once the budget has reacted: V + rho g s / (1 - g r).
+
+        The slow gain alone: the budget answers two tokens after u moved.
+        """
         return self.varentropy + self.rho * self.slope * self.s / (1.0 - self.slope * self.r)
 
 
@@ -105,7 +113,8 @@ def coupled(
     Returns
     -------
     control.StateSpace
-        dt = 1. States ``u``, ``f``, ``theta``, then for each token of lag ``late_tempered<i>``, ``late_model<i>``.
+        dt = 1. States ``u``, ``f``, ``theta``, ``text`` (s times the u before), then for each token of lag
+        ``late_tempered<i>``, ``late_model<i>``.
 
     Raises
     ------
@@ -117,33 +126,42 @@ def coupled(
     if at not in ("closed", "sensors", "actuators"):
         raise BadInputError("no such cut", field="at", value=at, allowed="closed, sensors, actuators")
     k, lag, g = gain_of(config), config.engine.observation_lag, plant.slope
-    size = 3 + 2 * lag
+    size = 4 + 2 * lag
     laws = np.array([[-k, 0.0], [0.0, b], [0.0, c * g * b]])  # what (y, h), as seen, adds to (u, f, theta)
-    G = np.array([[plant.varentropy, plant.rho], [plant.s, plant.r]])
+    G = np.array([[plant.varentropy, plant.rho], [0.0, plant.r]])  # (u, theta) to (y, h) of the same token
     A = np.zeros((size, size))
     A[0, 0], A[1, 1], A[2, 1], A[2, 2] = 1.0, 1.0 - b, c * g * (1.0 - b), 1.0 - c
     enter = np.zeros((size, 2))  # where fresh entropies enter
     if lag:
-        enter[3:5] = np.eye(2)
+        enter[4:6] = np.eye(2)
         for i in range(1, lag):
-            A[3 + 2 * i : 5 + 2 * i, 1 + 2 * i : 3 + 2 * i] = np.eye(2)
+            A[4 + 2 * i : 6 + 2 * i, 2 + 2 * i : 4 + 2 * i] = np.eye(2)
         A[:3, -2:] = laws
     else:
         enter[:3] = laws
-    acts = np.zeros((2, size))
-    acts[0, 0] = acts[1, 2] = 1.0
-    states = ["u", "f", "theta", *(f"late_{what}{i}" for i in range(1, lag + 1) for what in ("tempered", "model"))]
+    acts, reads, writes = np.zeros((2, size)), np.zeros((2, size)), np.zeros((size, 2))
+    acts[0, 0] = acts[1, 2] = reads[1, 3] = 1.0  # text is read in the model entropy
+    writes[3, 0] = plant.s  # u writes the text
+    states = [
+        "u",
+        "f",
+        "theta",
+        "text",
+        *(f"late_{what}{i}" for i in range(1, lag + 1) for what in ("tempered", "model")),
+    ]
     said: dict[str, Any] = {"states": states, "remove_useless_states": False, "name": f"coupled_{at}"}
     entropies = ["tempered_entropy", "model_entropy"]
     if at == "sensors":
-        return control.StateSpace(A, -enter, G @ acts, 0.0, 1, inputs=entropies, outputs=entropies, **said)
+        A += writes @ acts
+        return control.StateSpace(A, -enter, G @ acts + reads, 0.0, 1, inputs=entropies, outputs=entropies, **said)
     if at == "actuators":
         names = ["u", "theta"]
-        return control.StateSpace(A, enter @ G, -acts, 0.0, 1, inputs=names, outputs=names, **said)
+        A += enter @ reads
+        return control.StateSpace(A, enter @ G + writes, -acts, 0.0, 1, inputs=names, outputs=names, **said)
     return control.StateSpace(
-        A + enter @ G @ acts,
+        A + writes @ acts + enter @ (G @ acts + reads),
         enter,
-        np.vstack((G @ acts, acts)),
+        np.vstack((G @ acts + reads, acts)),
         np.vstack((np.eye(2), np.zeros((2, 2)))),
         1,
         inputs=["added_tempered", "added_model"],

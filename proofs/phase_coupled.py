@@ -1,10 +1,12 @@
 r"""The phase portrait of the coupled loop in the plane of u = ln T and the budget theta: both shipped laws.
 
-On frozen logits: tempered entropy H(u) + rho theta, model entropy h = h0 + s (u - u*) + r theta, never below 0; rho, r,
-s are the assumptions' (taken positive), h0 is a free level: the middle of the budget's band unless it is given. The
-budget narrows at once and widens only after ``widen_after`` tokens that each ask for more, so (u, theta) is the state
-up to that timer. The field shows the step of a row whose timer is about to run out, and of one whose timer was reset.
-Source: ours (the model is the specification's section 7 with the shipped laws in place of their linear forms).
+On frozen logits: tempered entropy H(u) + rho theta, model entropy h = h0 + s (v - u*) + r theta, never below 0, where v
+is the u under which the token before was sampled: temperature reaches the model entropy through the text, a token later
+(section 12 of the proof book). rho, r, s are the assumptions' (taken positive), h0 is a free level: the middle of the
+budget's band unless it is given. The budget narrows at once and widens only after ``widen_after`` tokens that each ask
+for more, so (u, theta) is the state up to v and that timer. Trajectories start, and the field is drawn, with v = u, text
+written at this temperature. The field shows the step of a row whose timer is about to run out, and of one whose timer
+was reset. Source: ours (the specification's section 7 with the shipped laws, in their order, for the linear forms).
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ class Coupled:
     trajectories : dict
         ``start``, ``token``, ``u``, ``theta``, ``timer``, ``tempered``, ``model`` (nats).
     field : dict
-        ``u``, ``theta`` and the step from there: ``du``, ``widening`` (timer about to run out), ``holding`` (reset).
+        ``u``, ``theta`` and the step from there: ``du``, ``widening`` (timer about to run out),
+        ``holding`` (reset).
     curves : dict
         ``curve`` (``settled budget``: theta that asks for itself; ``target``: the tempered entropy is H*), ``u``,
         ``theta``.
@@ -92,8 +95,8 @@ def coupled(
     def tempered(u: FloatArray, theta: FloatArray) -> FloatArray:
         return np.maximum(scene.plant(u) + rho * theta, 0.0)
 
-    def model(u: FloatArray, theta: FloatArray) -> FloatArray:
-        return np.maximum(level + s * (u - at) + r * theta, 0.0)
+    def model(before: FloatArray, theta: FloatArray) -> FloatArray:
+        return np.maximum(level + s * (before - at) + r * theta, 0.0)
 
     thermostat, meso = feedback.build(law), budget.Budget(b)
     low, high = math.log(law.t_min), math.log(law.t_max)
@@ -101,10 +104,11 @@ def coupled(
     spots = [(x, y) for y in (0.0, 1.0) for x in (0.05, 0.35, 0.65, 0.95)] + [(0.2, 0.5), (0.8, 0.5)]
     u = np.array([low + x * (high - low) for x, _ in spots])
     theta, timer = np.array([narrow + y * (wide - narrow) for _, y in spots]), np.zeros(len(spots), np.int64)
-    rows, seen = [], []
+    rows, seen, before = [], [], u
     for token in range(tokens + 1):
-        seen.append((tempered(u, theta), model(u, theta)))
+        seen.append((tempered(u, theta), model(before, theta)))
         rows.append((np.full(u.shape, token), u, theta, timer, *seen[-1]))
+        before = u
         if token >= lag:
             late_tempered, late_model = seen[token - lag]
             u = np.asarray(thermostat.update(u, late_tempered), np.float64)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import math
 from fractions import Fraction
@@ -548,3 +549,25 @@ def test_the_relative_gain_is_inverse_times_transpose_for_every_sign(rho: float,
         assert low >= 0.5
     else:
         assert min(gains) <= 0.5 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("run", "used"),
+    [
+        (make({"gain": 0.1}, {"widen_after": 1}), False),  # refuted: the solver is not asked
+        (make({"gain": 0.02}, {"widen_after": 1}), True),
+        (make({"gain": 0.02}, {"widen_after": 2}), False),
+        (make(pruning={"law": "off"}), False),
+    ],
+)
+def test_a_certificate_names_the_solver_only_where_it_was_asked(
+    run: Any, used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(coupled, "solve", lambda *given: asked.append(given))
+    subject = check.Subject(run, N, Assumptions())
+    coupled.hints(subject)
+    assert bool(asked) is used
+    named = search.tools(subject)
+    assert named.get("cvxpy") == (importlib.metadata.version("cvxpy") if used else None)
+    assert named["python-flint"]

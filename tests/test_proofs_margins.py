@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,15 @@ from hypothesis import strategies as st
 
 from entropic_ctl import config as configs
 from entropic_ctl.errors import BadInputError
+from entropic_ctl.policy import Policy
 from entropic_ctl.pruning.laws import budget
 from entropic_ctl.temperature import feedback
 from proofs import linear_loop, margins, margins_coupled, margins_report, theory
 from proofs.check import Assumptions
+from proofs.check.coupled import vertices as corners_of
+from proofs.check.small_gain import Coupling
 from proofs.margins_coupled import Plant
+from proofs.phase import two_level_plant
 
 
 def make(gain: float = 0.1, lag: int = 0, **more: Any) -> configs.RunConfig:
@@ -209,54 +214,145 @@ EFFECT = st.floats(-2.0, 2.0)
 
 @given(st.floats(0.05, 4.0), EFFECT, EFFECT, EFFECT, st.floats(0.1, 1.0), st.floats(0.1, 1.0), st.sampled_from([0, 1]))
 @settings(max_examples=30, deadline=None)
-def test_the_closed_coupled_loop_is_the_specifications_and_both_cuts_close_to_it(
+def test_both_cuts_close_to_the_coupled_loop_and_have_one_margin(
     v: float, rho: float, r: float, s: float, b: float, c: float, lag: int
 ) -> None:
-    run, g = make(0.3, lag), -0.4
+    run, g, k = make(0.3, lag), -0.4, 0.3
     plant = Plant(v, rho, r, s, g)
     closed = margins_coupled.coupled(run, plant, b=b, c=c)
-    k = 0.3
     if lag == 0:
         rows = [
-            [1 - k * v, 0, -k * rho],
-            [b * s, 1 - b, b * r],
-            [c * g * b * s, c * g * (1 - b), 1 - c + c * g * b * r],
+            [1 - k * v, 0, -k * rho, 0],
+            [0, 1 - b, b * r, b],
+            [0, c * g * (1 - b), 1 - c + c * g * b * r, c * g * b],
+            [s, 0, 0, 0],
         ]
         np.testing.assert_allclose(closed.A, rows, atol=1e-14)
-    for cut in ("sensors", "actuators"):
-        L = margins_coupled.coupled(run, plant, at=cut, b=b, c=c)
-        np.testing.assert_allclose(L.A - L.B @ L.C, closed.A, atol=1e-13)
     w = np.array([0.01, 0.4, 2.0, math.pi])
+    z = np.exp(1j * w)
+    filtered = b * z / (z - 1 + b)
+    laws = np.stack([k / (z - 1), -g * c * z / (z - 1 + c) * filtered / z], axis=-1)[:, :, None] * np.eye(2)
+    through = np.stack([np.array([[v, rho], [s / x, r]]) for x in z])
+    late = z[:, None, None] ** -lag
+    for cut, expected in (("sensors", through @ laws * late), ("actuators", laws @ through * late)):
+        L = margins_coupled.coupled(run, plant, at=cut, b=b, c=c)
+        np.testing.assert_allclose(linear_loop.response(L, w), expected, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(L.A - L.B @ L.C, closed.A, atol=1e-13)
     both = [
         margins_coupled.disk_margin(margins_coupled.coupled(run, plant, at=cut), w) for cut in ("sensors", "actuators")
     ]
     np.testing.assert_allclose(both[0], both[1], rtol=1e-6)
 
 
+@pytest.mark.parametrize("b", [1.0, 0.6])
+def test_the_closed_loop_answers_added_entropies_as_its_two_cuts_say(b: float) -> None:
+    """Entropies S d and actuators -K S d for entropies d added where they are read, at either lag."""
+    w = np.array([0.02, 0.5, 2.5, math.pi])
+    for lag in (0, 1):
+        run, plant = make(0.2, lag), Plant(1.3, 0.6, 0.5, 0.3, -0.4)
+        L = linear_loop.response(margins_coupled.coupled(run, plant, at="sensors", b=b), w)
+        whole = linear_loop.response(margins_coupled.coupled(run, plant, b=b), w)
+        S = np.linalg.inv(np.eye(2) + L)
+        np.testing.assert_allclose(whole[:, :2], S, rtol=1e-9, atol=1e-12)
+        through = np.stack([np.array([[1.3, 0.6], [0.3 / x, 0.5]]) for x in np.exp(1j * w)])
+        np.testing.assert_allclose(whole[:, 2:], -np.linalg.solve(through, L @ S), rtol=1e-8, atol=1e-12)
+
+
+def test_poles_are_those_of_the_checkers_matrix_at_every_corner() -> None:
+    """The corners of :mod:`proofs.check.coupled`, without its zero rows: the same matrix, and a 0 for the filter."""
+    run = make(0.05)
+    k, lowest, highest, slope = (
+        Fraction(run.loop.temperature.config.gain),
+        Fraction(1, 10),
+        Fraction(28),
+        Fraction(1, 2),
+    )
+    rho, r, s = Fraction(3), Fraction(3, 4), Fraction(2)
+    bounds = Coupling(k, Fraction(1), lowest, highest, highest, rho, r, s, slope)
+    seen = 0
+    for corner in corners_of(bounds):
+        A = np.array(corner, float)
+        if not A[0].any():
+            continue  # a clamp
+        g = A[2, 1]
+        effects = (1 - A[0, 0]) / 0.05, -A[0, 2] / 0.05, A[2, 2] / g if g else 0.7, A[1, 0]
+        loop = margins_coupled.coupled(run, Plant(*effects, g))
+        wanted, found = np.poly(A), np.poly(loop.A)
+        np.testing.assert_allclose(found, [*wanted, 0.0], atol=1e-12)
+        radius = float(np.abs(np.linalg.eigvals(A)).max())
+        assert float(np.abs(loop.poles()).max()) == pytest.approx(radius, abs=1e-6)
+        seen += 1
+    assert seen == 24
+
+
 @pytest.mark.parametrize("lag", [0, 1])
-def test_the_coupled_loop_is_the_linearisation_of_the_shipped_laws(lag: int) -> None:
-    """Shipped Feedback and Budget (widen_after = 1) on the linear plant: the same u and theta as the state space."""
+def test_the_coupled_loop_is_the_linearisation_of_the_shipped_policy(lag: int) -> None:
+    """``Policy`` with both laws on logits and a text that bend: central differences of one token are the state space.
+
+    Signs and sizes of the effects are all different, so that no two entries can be taken for one another.
+    """
+    run = make(0.2, lag, target_nats=1.0, temperature=1.0)
+    temperature, pruning, scheduling = run.loop.build()
+    at, entropies = 0.0, two_level_plant(64, 4.9)
+    middle, level = 0.07, 1.75
+    plant = Plant(
+        float(np.diff(entropies(np.array([at - 1e-5, at + 1e-5])))[0] / 2e-5),
+        0.6,
+        0.5,
+        -0.3,
+        margins_coupled.slope_of(run),
+    )
+    shift = float(entropies(np.array([at]))[0]) - run.loop.temperature.config.target_nats
+    assert pruning.wanted(np.array([level]))[0] == pytest.approx(middle)
+
+    def token(state: np.ndarray) -> np.ndarray:
+        """Let one token be accepted: (u, theta, u before, late tempered, late model) -> the same after it."""
+        policy = Policy(temperature, pruning, scheduling, slots=1, observation_lag=lag)
+        slot, sampled = np.array([0]), np.array([False])
+        policy.start(slot)
+        for late in state[3:].reshape(-1, 2):
+            policy.observe(slot, late[1:] + level, late[:1] + 1.0, sampled)
+        policy.u[0], policy.theta[0] = state[0], middle + state[1]
+        tempered = entropies(state[:1]) - shift + 0.6 * state[1] * (1 + state[0])
+        model = level - 0.3 * np.tanh(state[2:3]) + 0.5 * np.sin(state[1])
+        policy.observe(slot, model, tempered, sampled)
+        fresh = [tempered[0] - 1.0, model[0] - level] if lag else []
+        return np.array([policy.u[0], policy.theta[0] - middle, state[0], *fresh])
+
+    size = 3 + 2 * lag
+    np.testing.assert_allclose(token(np.zeros(size)), 0.0, atol=1e-12)
+    step = 1e-5
+    jacobian = np.stack([(token(x) - token(-x)) / (2 * step) for x in step * np.eye(size)], axis=1)
+    A = margins_coupled.coupled(run, plant).A
+    keep = [0, 2, 3, *range(4, 4 + 2 * lag)]  # f only copies what was read
+    np.testing.assert_array_equal(A[keep, 1], 0.0)
+    units = np.diag([1.0, 1.0, plant.s, *[1.0] * (2 * lag)])  # text = s times the u before
+    np.testing.assert_allclose(units @ jacobian, A[np.ix_(keep, keep)] @ units, atol=1e-8)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_coupled_loop_runs_as_the_shipped_laws_do(lag: int) -> None:
+    """Shipped laws (widen_after = 1) on the linear plant for 60 tokens: the same u and theta as the state space."""
     run = make(0.2, lag)
     c = run.loop.pruning.config
     plant = Plant(1.3, 0.6, 0.5, 0.3, margins_coupled.slope_of(run))
     theta0, h0, target = 0.07, 1.75, run.loop.temperature.config.target_nats
     assert budget.Budget(c).wanted(np.array([h0]))[0] == pytest.approx(theta0)
-    law, meso = feedback.build(run.loop.temperature.config), budget.build(c)
-    u, theta, timer = np.array([0.2]), np.array([theta0 + 0.01]), np.zeros(1, np.int64)
-    seen, shipped = [], []
-    for t in range(60):
-        dt = theta - theta0
-        seen.append((target + plant.varentropy * u + plant.rho * dt, h0 + plant.s * u + plant.r * dt))
-        shipped.append((u[0], theta[0] - theta0))
-        if t >= lag:
-            tempered, model = seen[t - lag]
-            u = np.asarray(law.update(u, tempered))
-            theta, timer = (np.asarray(part) for part in meso.update(theta, timer, model))
+    policy = Policy(*run.loop.build(), slots=1, observation_lag=lag)
+    policy.start(np.array([0]))
+    policy.u[0], policy.theta[0], before = 0.2, theta0 + 0.01, -0.1
+    shipped = []
+    for _ in range(60):
+        u, dt = policy.u.copy(), policy.theta - theta0
+        shipped.append((u[0], dt[0]))
+        tempered, model = target + plant.varentropy * u + plant.rho * dt, h0 + plant.s * before + plant.r * dt
+        policy.observe(np.array([0]), model, tempered, np.array([False]))
+        before = u[0]
     system = margins_coupled.coupled(run, plant)
-    x = np.zeros(3 + 2 * lag)
-    x[0], x[2] = 0.2, 0.01
+    x = np.zeros(4 + 2 * lag)
+    x[0], x[2], x[3] = 0.2, 0.01, 0.3 * (-0.1 if lag == 0 else 0.2)
     if lag:  # nothing is updated before the first late entropy arrives
-        x[3:5] = [1.3 * 0.2 + 0.6 * 0.01, 0.3 * 0.2 + 0.5 * 0.01]
+        x[4:6] = [1.3 * 0.2 + 0.6 * 0.01, 0.3 * -0.1 + 0.5 * 0.01]
     linear = []
     for _ in range(60 - lag):
         linear.append((x[0], x[2]))

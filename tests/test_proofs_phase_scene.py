@@ -113,12 +113,14 @@ def test_coupled_trajectories_are_those_of_the_shipped_policy(lag: int) -> None:
     slots = np.arange(count)
     policy.start(slots)
     policy.u[:], policy.theta[:], policy.timer[:] = (moves[name][starts] for name in ("u", "theta", "timer"))
+    before = policy.u.copy()  # the first text was written at the temperature of the start
     for token in range(41):
         here = moves["token"] == token
         for name, state in (("u", policy.u), ("theta", policy.theta), ("timer", policy.timer)):
             np.testing.assert_array_equal(moves[name][here], state, err_msg=f"{name} at {token}")
         tempered = np.maximum(made.plant(policy.u) + 20.0 * policy.theta, 0.0)
-        model = np.maximum(found.level_nats + 4.0 * (policy.u - made.at) + 2.0 * policy.theta, 0.0)
+        model = np.maximum(found.level_nats + 4.0 * (before - made.at) + 2.0 * policy.theta, 0.0)
+        before = policy.u.copy()
         policy.observe(slots, model, tempered, np.zeros(count, np.bool_), distinct=True)
 
 

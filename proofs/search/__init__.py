@@ -30,13 +30,14 @@ HINTERS: Mapping[Callable[..., Any], Callable[[Subject], Mapping[str, Any]]] = {
 """Checker's function -> function that finds what it needs: rationals, nested in lists, by name."""
 
 
-def tools() -> dict[str, str]:
-    """Return names and versions of what made a certificate."""
-    return {
+def tools(subject: Subject) -> dict[str, str]:
+    """Return names and versions of what makes a subject's certificate; the solver only where it is asked."""
+    made = {
         "entropic-ctl search": "2",
         "python": platform.python_version(),
         "python-flint": importlib.metadata.version("python-flint"),
     }
+    return made if coupled.asked(subject) is None else made | {"cvxpy": importlib.metadata.version("cvxpy")}
 
 
 def _verified(subject: Subject, decide: Callable[..., Any], seen: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,7 +92,7 @@ def prove(
         values |= _verified(subject, decide, values)
     hints = Hints(values)
     certificate = check.document(subject, hints, check.judge(subject, hints))
-    certificate["provenance"] = {"config_digest": digest(resolve(config)), "tools": tools()}
+    certificate["provenance"] = {"config_digest": digest(resolve(config)), "tools": tools(subject)}
     return certificate
 
 

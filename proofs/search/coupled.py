@@ -23,7 +23,7 @@ from proofs.check.coupled import Matrix, falls, vertices
 from proofs.check.small_gain import coupling, out_of_scope, small_gain, uncovered
 from proofs.search.gain import hints as gain_hints
 
-__all__ = ["hints", "rounded", "solve", "verified"]
+__all__ = ["asked", "hints", "rounded", "solve", "verified"]
 
 _Solver = Callable[[npt.NDArray[np.float64], npt.NDArray[np.float64]], npt.NDArray[np.float64] | None]
 _PAIRS = [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)]
@@ -132,12 +132,19 @@ def verified(p: npt.NDArray[np.float64], decay: Fraction, matrices: Sequence[Mat
     return next((q for q in (rounded(p, bits) for bits in _BITS) if falls(q, decay, matrices)), None)
 
 
+def _floats(matrices: Sequence[Matrix]) -> npt.NDArray[np.float64]:
+    return np.array([[[float(x) for x in row] for row in a] for a in matrices])
+
+
+def _room(floats: npt.NDArray[np.float64]) -> float:
+    """Return 1 - q^2 of the slowest vertex: no P falls faster."""
+    return 1.0 - float(np.abs(np.linalg.eigvals(floats)).max()) ** 2
+
+
 def _fastest(matrices: Sequence[Matrix]) -> tuple[Matrix, Fraction] | None:
     """Return (P, q^2) with nearly the least q^2 that verifies."""
-    floats = np.array([[[float(x) for x in row] for row in a] for a in matrices])
-    best = 1.0 - float(np.abs(np.linalg.eigvals(floats)).max()) ** 2  # no P falls faster than the slowest vertex
-    if best <= 0:
-        return None
+    floats = _floats(matrices)
+    best = _room(floats)
 
     def attempt(step: int) -> tuple[Matrix, Fraction] | None:
         decay = 1 - Fraction(math.floor(best * step / _STEPS * 2**40), 2**40)
@@ -158,16 +165,23 @@ def _fastest(matrices: Sequence[Matrix]) -> tuple[Matrix, Fraction] | None:
     return found
 
 
-def hints(subject: Subject) -> dict[str, Any]:
-    """Return ``lyapunov`` and ``lyapunov_decay`` where a common quadratic function is found, else nothing."""
+def asked(subject: Subject) -> list[Matrix] | None:
+    """Return the vertices that the solver is asked about; None where it is not asked."""
     law, pruning = subject.config.loop.temperature, subject.config.loop.pruning
     if law.name != "feedback" or out_of_scope(subject) is not None or pruning.config.widen_after > 1:
-        return {}
+        return None
     if subject.law.temperature == 0.0 or subject.law.t_min == subject.law.t_max or uncovered(subject) is not None:
-        return {}
+        return None
     known = Hints({name: format_hint(value) for name, value in gain_hints(subject).items()})
     c = coupling(subject, known)
     if c is None or small_gain(subject, c).status in ("refuted", "not applicable"):
-        return {}
-    found = _fastest(vertices(c))
+        return None
+    corners = vertices(c)
+    return corners if _room(_floats(corners)) > 0 else None
+
+
+def hints(subject: Subject) -> dict[str, Any]:
+    """Return ``lyapunov`` and ``lyapunov_decay`` where a common quadratic function is found, else nothing."""
+    corners = asked(subject)
+    found = None if corners is None else _fastest(corners)
     return {} if found is None else {"lyapunov_decay": found[1], "lyapunov": found[0]}
