@@ -4,9 +4,9 @@ On frozen logits: tempered entropy H(u) + rho theta, model entropy h = h0 + s (v
 is the u under which the token before was sampled: temperature reaches the model entropy through the text, a token later
 (section 12 of the proof book). rho, r, s are the assumptions' (taken positive), h0 is a free level: the middle of the
 budget's band unless it is given. The budget narrows at once and widens only after ``widen_after`` tokens that each ask
-for more, so (u, theta) is the state up to v and that timer. Trajectories start, and the field is drawn, with v = u: a text
-of this temperature. The field shows the step of a row whose timer is about to run out, and of one whose timer
-was reset. Source: ours (the specification's section 7 with the shipped laws, in their order, for the linear forms).
+for more, so (u, theta) is the state up to v and that timer. Trajectories start, and the field is drawn, with v = u, as
+if the text were of this temperature. The field shows the step of a row whose timer is about to run out, and of one
+whose timer was reset. Source: ours (the specification's section 7 with the shipped laws, in their order).
 """
 
 from __future__ import annotations

@@ -261,12 +261,8 @@ def test_the_closed_loop_answers_added_entropies_as_its_two_cuts_say(b: float) -
 def test_poles_are_those_of_the_checkers_matrix_at_every_corner() -> None:
     """The corners of :mod:`proofs.check.coupled`, without its zero rows: the same matrix, and a 0 for the filter."""
     run = make(0.05)
-    k, lowest, highest, slope = (
-        Fraction(run.loop.temperature.config.gain),
-        Fraction(1, 10),
-        Fraction(28),
-        Fraction(1, 2),
-    )
+    k, slope = Fraction(run.loop.temperature.config.gain), Fraction(1, 2)
+    lowest, highest = Fraction(1, 10), Fraction(28)
     rho, r, s = Fraction(3), Fraction(3, 4), Fraction(2)
     bounds = Coupling(k, Fraction(1), lowest, highest, highest, rho, r, s, slope)
     seen = 0
@@ -295,13 +291,8 @@ def test_the_coupled_loop_is_the_linearisation_of_the_shipped_policy(lag: int) -
     temperature, pruning, scheduling = run.loop.build()
     at, entropies = 0.0, two_level_plant(64, 4.9)
     middle, level = 0.07, 1.75
-    plant = Plant(
-        float(np.diff(entropies(np.array([at - 1e-5, at + 1e-5])))[0] / 2e-5),
-        0.6,
-        0.5,
-        -0.3,
-        margins_coupled.slope_of(run),
-    )
+    varentropy = float(np.diff(entropies(np.array([at - 1e-5, at + 1e-5])))[0]) / 2e-5
+    plant = Plant(varentropy, 0.6, 0.5, -0.3, margins_coupled.slope_of(run))
     shift = float(entropies(np.array([at]))[0]) - run.loop.temperature.config.target_nats
     assert pruning.wanted(np.array([level]))[0] == pytest.approx(middle)
 
