@@ -1,16 +1,17 @@
 """Finished parts of a long measurement, kept in a folder so that an interrupted one resumes where it stopped.
 
-One file per part, written atomically; ``settings.json`` says what they belong to. Parts of other settings are never
-mixed in: they are an error.
+One file per part, on disk and then renamed, so that a kill at any moment loses the part it fell into and no other;
+``settings.json`` says what they belong to. Parts of other settings are never mixed in: they are an error.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +44,7 @@ class Pieces:
 
     def __init__(self, folder: Path | None, settings: Mapping[str, Any]) -> None:
         self.folder, self._settings = folder, plain(settings)
-        if folder is None or not folder.exists():
+        if folder is None or not folder.exists() or _unmarked(folder):
             return
         try:
             held = json.loads((folder / _SETTINGS).read_text(encoding="utf-8"))
@@ -56,7 +57,7 @@ class Pieces:
         if digest(held) != digest(self._settings):
             differ = sorted(key for key in {*held, *self._settings} if held.get(key) != self._settings.get(key))
             raise BadInputError(
-                "holds parts of another recording",
+                "holds parts of another run",
                 where=str(folder),
                 field=", ".join(differ),
                 remedy="repeat the command that began it, or delete the folder",
@@ -81,8 +82,23 @@ class Pieces:
                 raise BadInputError(f"broken part: {error}", where=str(path), remedy="delete this file") from None
         arrays = make()
         if not (self.folder / _SETTINGS).is_file():
-            with atomic(self.folder / _SETTINGS) as temporary:
-                temporary.write_text(json.dumps(self._settings, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            text = json.dumps(self._settings, indent=1, allow_nan=False) + "\n"
+            with atomic(self.folder / _SETTINGS) as temporary, temporary.open("wb") as handle:
+                handle.write(text.encode())
+                _to_disk(handle)
         with atomic(path) as temporary, temporary.open("wb") as handle:
             np.savez(handle, **arrays)  # type: ignore[arg-type]
+            _to_disk(handle)
         return arrays
+
+
+def _unmarked(folder: Path) -> bool:
+    """Return True for a folder that holds nothing, or only what a kill before the first part left in it."""
+    return folder.is_dir() and all(
+        path.name.startswith(f".{_SETTINGS}.") and path.suffix == ".part" for path in folder.iterdir()
+    )
+
+
+def _to_disk(handle: IO[bytes]) -> None:
+    handle.flush()
+    os.fsync(handle.fileno())

@@ -214,7 +214,7 @@ def _keep(work: Path, out: Path) -> Path:
 
 
 @contextmanager
-def folder(out: Path, subject: Mapping[str, Any], *, force: bool = False) -> Iterator[Path]:
+def folder(out: Path, subject: Mapping[str, Any], *, force: bool = False, parts: Path | None = None) -> Iterator[Path]:
     """Yield a temporary folder beside ``out`` that becomes ``out`` on a clean exit.
 
     On an interrupt it becomes ``<out>.partial`` instead (an older one is replaced) and :class:`Interrupted` is raised;
@@ -228,6 +228,9 @@ def folder(out: Path, subject: Mapping[str, Any], *, force: bool = False) -> Ite
         What the results belong to (command and resolved configuration), JSON-able.
     force : bool
         Replace results of another configuration.
+    parts : Path, optional
+        Folder of ours in which the block keeps what it has finished, for the next call to go on with. It then takes the
+        place of ``<out>.partial``: an interrupt names it, an error leaves it, and it goes once ``out`` is there.
 
     Raises
     ------
@@ -251,8 +254,15 @@ def folder(out: Path, subject: Mapping[str, Any], *, force: bool = False) -> Ite
             yield work
             _seal(work, key, subject)
             _replace(work, out)
+            if parts is not None:
+                shutil.rmtree(parts, ignore_errors=True)
         except KeyboardInterrupt:
             if not work.is_dir():  # it is in its place already
+                raise
+            if parts is not None:
+                shutil.rmtree(work, ignore_errors=True)
+                if parts.is_dir():
+                    raise Interrupted(parts) from None
                 raise
             _seal(work, key, subject)
             raise Interrupted(_keep(work, out)) from None

@@ -7,16 +7,19 @@ at fixed T alone, its autocovariance and the moments of V. Source: ours.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from backends.pieces import Pieces
 from entropic_ctl import results
 from entropic_ctl.bank import Bank
-from entropic_ctl.config import from_mapping
+from entropic_ctl.config import digest, from_mapping
 from entropic_ctl.errors import BadInputError
 from figures import variance as drawing
 from paper_repro import variance_live as live_world
@@ -63,6 +66,7 @@ def run(
     seed: int = 0,
     size: Size | None = None,
     progress: Progress | None = None,
+    parts: Path | None = None,
     model: Any = None,
     bank: Bank | None = None,
 ) -> Outcome:
@@ -86,13 +90,15 @@ def run(
         In place of the version's own.
     progress : callable, optional
         (what, share of the whole).
+    parts : Path, optional
+        Folder that keeps every finished run of the engine for a later call to go on with; the caller removes it.
     model, bank : optional
         In place of the embedded default model and the shipped bank.
 
     Raises
     ------
     BadInputError
-        If the bank holds no text at T0, or there are fewer than 2 texts.
+        If the bank holds no text at T0, there are fewer than 2 texts, or ``parts`` holds those of other settings.
     """
     from sim.trajectories import load_bank
 
@@ -107,19 +113,15 @@ def run(
     certifier = Certifier(config, int(bank.meta["vocab_size"]))
     study = Study(config, certifier, quick=quick, uncertified=uncertified)
     source = Source("bank", from_bank(bank, temperature), seed)
+    engine = None if replay_only else _engine(study, model, size, parts, say)
     climbs = [(source, study.replay("replay, bank", source, lambda name: say(f"replay the bank: {name}", 0.02)))]
     say("memory of the texts", 0.03)
     about = {"gain": _MEMORY_GAIN, "certified": study.limit, "seed": seed}
     remembered = [memory(texts, "bank", **about) for texts in _bank_texts(bank)]
-    if not replay_only:
-        if model is None:
-            from backends import fetch, models
-
-            fetch.fetch(lambda line: say(f"model: {line}", 0.03))
-            model = models.load()
-        engine, rungs = _live(study, model, size, say)
-        climbs.append((engine, rungs))
-        remembered.append(memory(engine.texts, "engine", **about))
+    if engine is not None:
+        own, rungs = _live(study, engine, say)
+        climbs.append((own, rungs))
+        remembered.append(memory(own.texts, "engine", **about))
     for where, rungs in climbs:
         for name, on in rungs.items():
             study.climb(where, name, on)
@@ -135,10 +137,39 @@ def _bank_texts(bank: Bank) -> list[Texts]:
     return [from_bank(bank, float(t)) for t in np.unique(bank.temperature[long])]
 
 
-def _live(study: Study, model: Any, size: Size, say: Progress) -> tuple[Source, dict[str, dict[str, Moments]]]:
-    """Run the engine: fixed T, fixed T with other seeds, then every live arm; add their rows."""
-    config, seed = study.config, study.config.seed
+@dataclass(frozen=True)
+class _Engine:
+    """The model, the prompts, how many tokens of each, and the runs that are done."""
+
+    model: Any
+    texts: list[tuple[str, list[int]]]
+    tokens: int
+    pieces: Pieces
+
+
+def _engine(study: Study, model: Any, size: Size, parts: Path | None, say: Progress) -> _Engine:
+    """Load the model and open ``parts``, which must be of these settings, this version and this machine."""
+    if model is None:
+        from backends import fetch, models
+
+        fetch.fetch(lambda line: say(f"model: {line}", 0.0))
+        model = models.load()
     texts = live_world.prompts(model, size.texts)
+    settings = {
+        "size": asdict(size),
+        "arms": [asdict(arm) for arm in study.arms],
+        "uncertified": study.uncertified,
+        "model": {"name": model.name, "vocab_size": model.vocab_size, "dtype": str(model.model.dtype)},
+        "prompts": digest({"ids": [ids for _, ids in texts]}),
+        "threads": torch.get_num_threads(),
+        **results.stamp(study.config, study.config.seed),
+    }
+    return _Engine(model, texts, size.tokens, Pieces(parts, settings))
+
+
+def _live(study: Study, engine: _Engine, say: Progress) -> tuple[Source, dict[str, dict[str, Moments]]]:
+    """Run the engine: fixed T, fixed T with other seeds, then every live arm; add their rows."""
+    config, seed, texts = study.config, study.config.seed, engine.texts
     runs = 2 + sum(arm.live for arm in study.arms)
     done = 0
 
@@ -146,14 +177,16 @@ def _live(study: Study, model: Any, size: Size, say: Progress) -> tuple[Source, 
         nonlocal done
         first = done
         done += 1
-        keyed = {"tokens": size.tokens, "seed": seed, **settings}
-        return live_world.decode(
-            config,
-            model,
-            texts,
-            progress=lambda part: say(f"engine: {name}", 0.05 + 0.92 * (first + part) / runs),
-            **keyed,
+        keyed = {"tokens": engine.tokens, "seed": seed, **settings}
+
+        def tell(part: float) -> None:
+            say(f"engine: {name}", 0.05 + 0.92 * (first + part) / runs)
+
+        made = engine.pieces.get(
+            f"{first:02d}-" + re.sub(r"[^\w.=]+", "-", name),
+            lambda: vars(live_world.decode(config, engine.model, texts, progress=tell, **keyed)),
         )
+        return live_world.Live(**made)
 
     fixed = decode("fixed T", tabulate=True)
     source = Source("engine", live_world.tabulated(fixed, texts, config.loop.temperature.config.temperature), seed)

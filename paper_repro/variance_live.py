@@ -41,14 +41,14 @@ class Live:
         Tempered entropy (nats) and T of every token.
     ended : IntArray, shape (B,)
         Tokens before the first end-of-text token; L if there is none.
-    table : list of FloatArray, each shape (L, 2 G)
-        Entropy and varentropy on the grid, by text; empty if they were not tabulated.
+    table : FloatArray, shape (B, L, 2 G)
+        Entropy and varentropy on the grid; empty if they were not tabulated.
     """
 
     entropy: FloatArray
     temperature: FloatArray
     ended: IntArray
-    table: list[FloatArray]
+    table: FloatArray
 
 
 def prompts(model: LoadedModel, count: int) -> list[tuple[str, list[int]]]:
@@ -130,7 +130,7 @@ def decode(
         columns["tempered_entropy"][order].astype(float).reshape(shape),
         columns["temperature"][order].astype(float).reshape(shape),
         stops,
-        [] if table is None else [np.stack(table.rows[i]) for i in range(len(texts))],
+        np.zeros(0) if table is None else np.stack([np.stack(table.rows[i]) for i in range(len(texts))]),
     )
 
 
@@ -157,12 +157,12 @@ class _Table:
 
 def tabulated(live: Live, texts: Sequence[tuple[str, list[int]]], temperature: float) -> Texts:
     """Return the texts of a tabulated run at fixed T, to be replayed."""
-    lengths = [part.shape[0] for part in live.table]
-    joined, g = np.concatenate(live.table).astype(np.float32), len(GRID)
+    count, length, width = live.table.shape
+    joined, g = live.table.astype(np.float32).reshape(-1, width), len(GRID)
     return Texts(
         name=tuple(f"engine {i}" for i in range(len(texts))),
         kind=tuple(kind for kind, _ in texts),
-        start=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        start=length * np.arange(count + 1, dtype=np.int64),
         grid=np.asarray(GRID, float),
         entropy=joined[:, :g],
         varentropy=joined[:, g:],

@@ -50,7 +50,7 @@ class Study:
     """Collects rows; one instance per run."""
 
     def __init__(self, config: RunConfig, certifier: Certifier, *, quick: bool, uncertified: bool) -> None:
-        self.config, self._certifier, self._uncertified = config, certifier, uncertified
+        self.config, self._certifier, self.uncertified = config, certifier, uncertified
         self.arms = arms(quick=quick)
         self.ratios: list[dict[str, Any]] = []
         self.ladder: list[dict[str, Any]] = []
@@ -63,7 +63,7 @@ class Study:
         found = self._certifier.verdict(arm.loop(self.config, float(targets.max())))
         if found.status == "proved":
             return str(found.theorem)
-        return f"uncertified ({found.status})" if self._uncertified else ""
+        return f"uncertified ({found.status})" if self.uncertified else ""
 
     def allowed(self, source: Source) -> list[tuple[Arm, Any, str]]:
         """Return (arm, targets, certificate) of every arm that may run on a source."""
