@@ -183,6 +183,7 @@ def test_parts_of_another_recording_are_refused(model: models.LoadedModel, tmp_p
     with pytest.raises(BadInputError, match=r"trajectories-0\.npz.*delete this file"):
         record(model, **SMALL, checkpoint=tmp_path / "parts")
     (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "thesis").write_text("years", encoding="utf-8")
     with pytest.raises(BadInputError, match="not a folder of finished parts"):
         record(model, **SMALL, checkpoint=tmp_path / "foreign")
 
