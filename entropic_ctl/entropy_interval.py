@@ -93,16 +93,20 @@ def _even(e: FloatArray, m: float) -> FloatArray:
     return out
 
 
-def _pack(e: FloatArray, cap: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Return (number of tokens at the cap, rest) of mass e packed under a cap."""
+def _pack(e: FloatArray, cap: FloatArray, m: float) -> tuple[FloatArray, FloatArray]:
+    """Return (number of tokens at the cap, rest) of mass e packed onto m tokens under a cap; what is over is left out.
+
+    Without the limit m, a mass e that is rounding alone would be packed onto any number of tokens of a tiny cap.
+    """
     safe = np.where(cap > 0, cap, 1.0)
-    full = np.where(cap > 0, np.floor(e / safe), 0.0)
-    return full, np.clip(e - full * cap, 0.0, None)
+    with np.errstate(over="ignore"):
+        full = np.where(cap > 0, np.minimum(np.floor(e / safe), m), 0.0)
+    return full, np.where(full < m, np.clip(e - full * cap, 0.0, cap), 0.0)
 
 
-def _packed(e: FloatArray, cap: FloatArray) -> FloatArray:
-    """Return the entropy of mass e packed under a cap."""
-    full, rest = _pack(e, cap)
+def _packed(e: FloatArray, cap: FloatArray, m: float) -> FloatArray:
+    """Return the entropy of mass e packed onto m tokens under a cap."""
+    full, rest = _pack(e, cap, m)
     out: FloatArray = full * _surprisal(cap) + _surprisal(rest)
     return out
 
@@ -116,7 +120,7 @@ def _box(low: FloatArray, high: FloatArray, m: float) -> tuple[FloatArray, Float
     feasible = (spare >= -_SLACK) & (spare <= before[..., -1] + m * cap + _SLACK)
     added = np.clip(spare[..., None] - before[..., :-1], 0.0, room)
     e = np.clip(spare - before[..., -1], 0.0, None)
-    lower = _sum(_surprisal(low + added)) + _packed(e, cap)
+    lower = _sum(_surprisal(low + added)) + _packed(e, cap, m)
     floor, ceiling = np.zeros(cap.shape), np.ones(cap.shape)
     for _ in range(90):  # the water level, to the last bit of a level of 1e-10
         level = 0.5 * (floor + ceiling)
@@ -185,7 +189,7 @@ def interval_from_logits(logits: Any, k: int, temperature: Any = None) -> TopKIn
         p, e = top / total[..., None], rest / total
     cap, known = p.min(-1), _surprisal(p).sum(-1)
     nan = np.where(valid, 0.0, np.nan)
-    lower, upper = known + _packed(e, cap) + nan, known + _even(e, float(n - k)) + nan
+    lower, upper = known + _packed(e, cap, float(n - k)) + nan, known + _even(e, float(n - k)) + nan
     return _interval((lower, upper), e, valid, n, _SLACK * (1.0 + np.log(n)))
 
 
@@ -290,7 +294,7 @@ def _from_bounds(
             else:
                 w = (p / scale) ** beta
                 z_low, z_high = (w.sum(-1) + least)[..., None], (w.sum(-1) + most)[..., None]
-                lower = _surprisal(w / z_low).sum(-1) + _packed(least / z_low[..., 0], w[..., -1] / z_low[..., 0])
+                lower = _surprisal(w / z_low).sum(-1) + _packed(least / z_low[..., 0], w[..., -1] / z_low[..., 0], m)
                 upper = _surprisal(w / z_high).sum(-1) + _even(most / z_high[..., 0], m)
                 slack = slack + 8.0 * beta * relative * (1.0 + np.log(n))
     return _interval((lower, upper), tail, feasible, n, slack)
@@ -306,7 +310,7 @@ def _tail_weight(
     e_low, e_high = (np.clip(1.0 - a.sum(-1), 0.0, None) / scale for a in (high, low))
 
     def packed(e: FloatArray) -> FloatArray:
-        full, rest = _pack(e, cap)
+        full, rest = _pack(e, cap, m)
         return full * cap**beta + rest**beta
 
     def even(e: FloatArray) -> FloatArray:

@@ -12,10 +12,9 @@ from collections.abc import Collection
 
 from entropic_ctl.config import RunConfig
 from sim import calibrated
-from sim.arrivals import Workload, make_workload
+from sim.arrivals import make_workload
 from sim.cost import CostModel, cost_model
 from sim.load import StepLoad
-from sim.workload_summary import summarise
 
 __all__ = ["assumed", "longest_step", "token_slope"]
 
@@ -35,9 +34,9 @@ def assumed(config: RunConfig, given: Collection[str] = ()) -> dict[str, float]:
     Returns
     -------
     dict
-        ``rate_per_s`` (requests; left out where arrivals wait for departures or all come at once), ``prompt_tokens``,
-        ``output_tokens`` (means; the limit, an end of text only shortens it), ``longest_tokens``, ``step_s``,
-        ``token_s`` (of one replica; a drafter's own time is not in them).
+        ``rate_per_s`` (only of a Poisson stream into one replica: what a router passes on, and every other kind of
+        workload, is none), ``prompt_tokens``, ``output_tokens`` (means; the limit, an end of text only shortens it),
+        ``longest_tokens``, ``step_s``, ``token_s`` (of one replica; a drafter's own time is not in them).
 
     Raises
     ------
@@ -54,9 +53,9 @@ def assumed(config: RunConfig, given: Collection[str] = ()) -> dict[str, float]:
         "output_tokens": float(drawn.limit_tokens.mean()),
         "longest_tokens": longest,
     }
-    rate = _rate(config, drawn)
-    if rate:
-        found["rate_per_s"] = rate / config.cluster.replicas
+    rate = work.mean_rate_per_s
+    if work.kind == "poisson" and rate and config.cluster.replicas == 1:
+        found["rate_per_s"] = rate
     if not {"step_s", "token_s"} <= set(given):
         cost: CostModel = cost_model(config.cost, config.engine.page_tokens, config.loop.pruning.config.dense_layers)
         if config.cost.calibrated:
@@ -64,17 +63,6 @@ def assumed(config: RunConfig, given: Collection[str] = ()) -> dict[str, float]:
         found["step_s"] = longest_step(config, cost, longest)
         found["token_s"] = token_slope(config, cost, longest, found["step_s"])
     return {name: value for name, value in found.items() if name not in given}
-
-
-def _rate(config: RunConfig, drawn: Workload) -> float | None:
-    work = config.workload
-    documented = work.mean_rate_per_s
-    if work.kind == "sessions":
-        return documented * work.turns if documented else None
-    if documented or not work.replays:
-        return documented
-    measured: float | None = summarise(drawn)["rate_per_s"]
-    return measured
 
 
 def _seconds(cost: CostModel, load: StepLoad) -> float:

@@ -19,6 +19,7 @@ from entropic_ctl.pruning.laws import budget
 from entropic_ctl.temperature import feedback
 from proofs import check, phase, search
 from proofs.check import Assumptions
+from proofs.check import coupled as coupled_check
 from proofs.check.base import Claim, format_hint
 from proofs.check.coupled import falls, vertices
 from proofs.check.small_gain import Coupling, least_share
@@ -242,6 +243,37 @@ def test_small_gain_holds_exactly_where_every_member_is_stable(c: Coupling) -> N
         return
     worst = max(radius(np.array([[float(x) for x in row] for row in a])) for a in vertices(c))
     assert (worst < 1) == (product(c) < 1)
+
+
+@given(couplings, st.floats(0.01, 0.99), st.sampled_from([2**3, 2**30]))
+def test_every_extreme_member_lies_in_the_hull_of_the_rounded_rows(c: Coupling, share: float, grid: int) -> None:
+    """Exactly, row by row: above (a falling to the left) for row 1, below the rounded slope for row 3."""
+    c = dataclasses.replace(c, share=Fraction(share))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coupled_check, "_GRID", grid)  # a coarse grid shows the rounding
+        rows = vertices(c)
+    firsts = {(1 - a[0][0], a[0][2]) for a in rows if any(a[0])}
+    for pull, push in ((c.share * c.v_min, c.share * c.rho), (c.v_min, c.rho)):
+        for sign in (-1, 1):  # a hull that reaches further left and further out holds it
+            assert any(a <= c.gain * pull and sign * b >= c.gain * push for a, b in firsts)
+    assert any(a >= c.gain * c.v_max and b >= c.gain * c.rho for a, b in firsts)
+    thirds = {(-a[2][1], a[2][2]) for a in rows if any(a[2])}
+    for sign in (-1, 1):  # (G, sign G r) lies in the triangle of (0, 0) and the two (g, -+ own)
+        assert any(g >= c.slope and sign * own >= g * c.r for g, own in thirds)
+    assert max(a[1][0] for a in rows) >= c.s
+
+
+def test_a_vocabulary_whose_entropies_all_lie_below_the_band_has_no_slope() -> None:
+    """At n = 2 no entropy is above ln 2 < 1 = low: the wide budget is all that is asked for, so theta never moves."""
+    band = {"theta_wide_nats": 0.5, "entropy_low_nats": 1.0, "entropy_high_nats": 3.0}
+    for law in ("fixed", "feedback"):
+        run = make({"law": law, **({"target_nats": 0.3} if law == "feedback" else {})}, band)
+        assert decide(run, 32_000, r=10.0)["small-gain"].status == "refuted"
+        assert decide(run, 2, r=10.0)["small-gain"].status == "proved"
+        assert float(decide(run, 2, r=10.0)["small-gain"].numbers["entropy_to_theta"]) == 0.0
+        assert decide(run, 3, r=10.0)["small-gain"].status == "refuted"  # ln 3 = 1.0986
+    wanted = budget.Budget(run.loop.pruning.config).wanted(np.linspace(0, math.log(2), 50))
+    assert (wanted == 0.5).all()
 
 
 @settings(max_examples=40, deadline=None)

@@ -50,6 +50,11 @@ def tops(draw: st.DrawFn) -> tuple[list[float], int]:
     return p, n
 
 
+# tops of which the sums are exact, and short in float64
+LOW = [0.23704628655328297, 0.1518176648840335, 0.13941320248717262, 0.04104351892498696, 0.010176284674409166, 0.0]
+HIGH = [0.4090552736741775, 0.26198181528464, 0.24057624578887485, 0.07082611632744445, 0.017560548924863223, 5e-324]
+
+
 # the theorem
 
 
@@ -172,6 +177,21 @@ def test_rounding_of_the_ends_stays_within_its_bound(k: int, m: int, sharp: floa
     bound = rounding_error(k + m, k)
     assert abs(Fraction(float(lower[0])) - found[0].lo) <= bound + TINY
     assert abs(Fraction(float(upper[0])) - found[1].hi) <= bound + TINY
+
+
+def test_mass_that_is_rounding_alone_is_packed_onto_no_more_tokens_than_there_are() -> None:
+    """In float64 1e-16 is left beside the upper bounds, nothing in fact; 2e307 tokens of 5e-324 held 1e-13 nats."""
+    low, high = np.array(LOW), np.array(HIGH)
+    exact = [Fraction(x) for x in HIGH[:-1]]
+    assert sum(exact) == 1  # so the last and all unseen tokens are left with nothing
+    assert entropy_interval._sum(low) + entropy_interval._sums_before(high - low)[-1] < 1
+    truth = entropy(exact)
+    for m in (0, 1):
+        n = len(LOW) + m
+        lower, upper, feasible = _box(low[None], high[None], float(m))
+        assert feasible[0]
+        assert abs(Fraction(float(lower[0])) - truth.hi) <= rounding_error(n, len(LOW))
+        assert lower[0] <= upper[0] + 1e-13
 
 
 class Depth:

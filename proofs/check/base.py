@@ -42,11 +42,11 @@ class Assumptions:
     error_nats: float = fields.number(4.0, 0.0, 100.0, "largest |H - H*| in the coupled model, nats", open_lo=True)
     step_s: float = fields.number(0.1, 0.0, 1e6, "longest mean duration of an iteration under load, s", open_lo=True)
     token_s: float = fields.number(0.0, 0.0, 1e6, "what each prompt token in it may add to step_s, s")
-    rate_per_s: float = fields.number(1.0, 0.0, 1e9, "mean arrivals per second, i.i.d. gaps", open_lo=True)
+    rate_per_s: float = fields.number(0.0, 0.0, 1e9, "rate of a Poisson stream of arrivals, 1/s; 0: no such stream")
     prompt_tokens: float = fields.number(128.0, 0.0, 1e9, "mean prompt length, tokens", open_lo=True)
     output_tokens: float = fields.number(64.0, 0.0, 1e9, "mean output length, tokens", open_lo=True)
     longest_tokens: int = fields.integer(1024, 1, 2**31 - 1, "longest prompt and output together, tokens")
-    recomputed_tokens: float = fields.number(0.0, 0.0, 1e9, "mean tokens recomputed per request after preemptions")
+    recomputed_tokens: float = fields.number(0.0, 0.0, 1e9, "most tokens recomputed of any request; 0: no bound")
 
     def __post_init__(self) -> None:
         fields.check(self)

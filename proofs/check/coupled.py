@@ -16,7 +16,7 @@ from fractions import Fraction
 from itertools import product
 
 from proofs.check.base import Claim, Hints, Subject, format_hint, refuse
-from proofs.check.small_gain import Coupling, coupling, out_of_scope, pairing, small_gain, switching_theta, uncovered
+from proofs.check.small_gain import Coupling, coupling, pairing, small_gain, switching_theta, uncovered
 from proofs.exact import positive_definite
 
 __all__ = ["Matrix", "claims", "falls", "vertices"]
@@ -44,7 +44,8 @@ def vertices(c: Coupling) -> list[Matrix]:
     pull = [(_down(k * c.v_min), _up(k * c.rho)), (_up(k * c.v_max), _up(k * c.rho))]
     if c.share < 1:
         pull.append((_down(k * c.share * c.v_min), _up(k * c.share * c.rho)))
-    zero, g, own = Fraction(0), _up(c.slope), _up(c.slope * c.r)
+    zero, g = Fraction(0), _up(c.slope)
+    own = _up(g * c.r)  # of the rounded slope: the triangle (0, 0), (-g, -g r), (-g, g r) grows as a whole
     first = [(1 - a, zero, sign * b) for a, b in pull for sign in (-1, 1)]
     third = [(zero, -g, -own), (zero, -g, own), (zero, zero, zero)]
     return [(u, (sign * s, zero, zero), theta) for u, sign, theta in product([*first, (zero,) * 3], (-1, 1), third)]
@@ -111,7 +112,9 @@ def _quadratic(subject: Subject, c: Coupling | None, gains: Claim, hints: Hints)
 
 def claims(subject: Subject, hints: Hints) -> list[Claim]:
     """Decide `coupled`, `small-gain`, `switching-theta` and `pairing`."""
-    if (why := out_of_scope(subject)) is not None:
+    pruning = subject.config.loop.pruning.name
+    if pruning != "budget":
+        why = f"the pruning law {pruning!r} has no budget that moves with entropy: nothing couples"
         return [Claim(name, "not applicable", why) for name in ("coupled", "small-gain", "switching-theta", "pairing")]
     c = coupling(subject, hints) if subject.config.loop.temperature.name == "feedback" else None
     gains = small_gain(subject, c)

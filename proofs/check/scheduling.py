@@ -6,8 +6,9 @@ in iterations. ``queue``: with c = min(prefill_chunk, max_batch_tokens - B + 1) 
 
     sum over requests of  outputs left + F (1/c + 1/page) * prompt tokens left   (no 1/page if all N rows fit the pool)
 
-falls by F or more in each iteration with F live requests, whatever the policy; below the capacity arrivals bring less
-(Foster-Lyapunov). Source: ours.
+falls by F or more in each iteration with F live requests, whatever the policy; below the capacity a Poisson stream
+brings less (Foster-Lyapunov). Where pages may be short, what preemptions make a request compute again must be bounded
+by an assumption: it grows with the number of live requests. Source: ours.
 """
 
 from __future__ import annotations
@@ -96,6 +97,8 @@ def wait_steps(engine: EngineConfig, found: Seats, wait_limit_steps: int, quantu
 def work_seconds(engine: EngineConfig, found: Seats, given: Assumptions) -> Fraction:
     """Return the mean seconds of work that one request brings, as the Lyapunov function counts it.
 
+    Where pages may be short this holds only if ``given.recomputed_tokens`` bounds what any request computes again.
+
     Parameters
     ----------
     engine : EngineConfig
@@ -149,11 +152,25 @@ def _queue(engine: EngineConfig, found: Seats, given: Assumptions) -> Claim:
         "drift_s": decimal((load - 1) * Fraction(given.step_s), up=True),
     }
     told = (
-        f"{given.rate_per_s:.6g} requests/s against a certified capacity of {float(1 / work):.6g}/s with "
+        f"{given.rate_per_s:.6g} requests/s (Poisson) against a certified capacity of {float(1 / work):.6g}/s with "
         f"{found.sure} rows together"
     )
-    if load >= 1:
+    why = None
+    if given.rate_per_s == 0.0:
+        why = (
+            f"the arrivals are no Poisson stream of a known rate, and the proof covers no other (certified capacity "
+            f"{float(1 / work):.6g}/s); if they are one, state it: --assume rate_per_s=RATE"
+        )
+    elif found.short and given.recomputed_tokens == 0.0:
+        why = (
+            f"engine.pages = {engine.pages} may be short for max_live = {engine.max_live} requests of {found.pages} "
+            "pages, and what preemptions make them compute again grows with the number of live requests: give a pool "
+            f"of {engine.max_live * found.pages} pages or max_live <= {engine.pages // found.pages}, or bound it for "
+            "every request: --assume recomputed_tokens=TOKENS"
+        )
+    elif load >= 1:
         why = f"{told}: no drift towards empty is proved (the bound is sufficient only)"
+    if why is not None:
         return Claim("queue", "unknown", why, numbers)
     reason = (
         f"{told}: while {found.sure} or more requests are in the system, the work left falls by at least "

@@ -17,11 +17,9 @@ from typing import Any
 
 from proofs.check.base import Claim, Hints, Subject, decimal
 from proofs.check.gain import SHAPES, bounds_of
-from proofs.enclosures import exp
+from proofs.enclosures import exp, log
 
-__all__ = ["Coupling", "coupling", "least_share", "out_of_scope", "pairing", "small_gain", "switching_theta"]
-
-_STILL = "fixed"
+__all__ = ["Coupling", "coupling", "least_share", "pairing", "small_gain", "switching_theta"]
 
 
 @dataclass(frozen=True)
@@ -72,18 +70,10 @@ def least_share(law: Any, error: Fraction) -> Fraction:
     return share
 
 
-def out_of_scope(subject: Subject) -> str | None:
-    """Return why nothing couples, or None."""
-    loop = subject.config.loop
-    if loop.pruning.name != "budget":
-        return f"the pruning law {loop.pruning.name!r} has no budget that moves with entropy: nothing couples"
-    return None
-
-
 def _moves(subject: Subject) -> str:
     """Return the temperature law's name, ``fixed`` where clamps or greedy decoding hold the temperature."""
     law = subject.law
-    return _STILL if law.temperature == 0.0 or law.t_min == law.t_max else subject.config.loop.temperature.name
+    return "fixed" if law.temperature == 0.0 or law.t_min == law.t_max else subject.config.loop.temperature.name
 
 
 def uncovered(subject: Subject) -> str | None:
@@ -110,8 +100,13 @@ def coupling(subject: Subject, hints: Hints) -> Coupling | None:
 
 
 def slope_of(subject: Subject) -> Fraction:
-    """Return the steepest fall of the wanted budget over the model entropy: (wide - narrow) / (high - low)."""
+    """Return the steepest fall of the wanted budget over the model entropies there are, those up to ln n.
+
+    (wide - narrow) / (high - low); 0 where no entropy lies above ``low``: the wide budget is all that is asked for.
+    """
     budget = subject.config.loop.pruning.config
+    if Fraction(budget.entropy_low_nats) >= log(Fraction(subject.vocab_size)).hi:
+        return Fraction(0)
     wide, narrow = Fraction(budget.theta_wide_nats), Fraction(budget.theta_nats)
     return (wide - narrow) / (Fraction(budget.entropy_high_nats) - Fraction(budget.entropy_low_nats))
 
@@ -119,7 +114,7 @@ def slope_of(subject: Subject) -> Fraction:
 def _stateless_gain(subject: Subject) -> Fraction | None:
     """Return the gain from theta to u of a law without integral action: f rho / V_lo (``solve``: f = 1), or 0."""
     name, assumed = _moves(subject), subject.assumptions
-    if name == _STILL:
+    if name == "fixed":
         return Fraction(0)
     if assumed.rho == 0.0:
         return Fraction(0)
@@ -154,7 +149,7 @@ def small_gain(subject: Subject, c: Coupling | None) -> Claim:
             )
             return Claim("small-gain", "refuted", why)
         first = c.theta_to_u()
-    elif name in (_STILL, "solve", "damped"):
+    elif name in ("fixed", "solve", "damped"):
         first = _stateless_gain(subject)
     else:
         return Claim("small-gain", "unknown", f"no theorem covers the law {name!r}")
@@ -229,7 +224,7 @@ def pairing(subject: Subject) -> Claim:
     |kappa| = rho s / (V r), so it is above 1/2 and positive for all of them exactly if |kappa| < 1.
     """
     theorem = "pairing"
-    if (name := _moves(subject)) == _STILL:
+    if (name := _moves(subject)) == "fixed":
         return Claim(theorem, "not applicable", "the temperature never moves: one input is left")
     assumed = subject.assumptions
     rho, r, s, v_min = (Fraction(x) for x in (assumed.rho, assumed.r, assumed.s, assumed.varentropy_min))

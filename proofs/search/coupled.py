@@ -20,7 +20,7 @@ import numpy.typing as npt
 from proofs.check import Subject
 from proofs.check.base import Hints, format_hint
 from proofs.check.coupled import Matrix, falls, vertices
-from proofs.check.small_gain import coupling, out_of_scope, small_gain, uncovered
+from proofs.check.small_gain import coupling, small_gain, uncovered
 from proofs.search.gain import hints as gain_hints
 
 __all__ = ["asked", "hints", "rounded", "solve", "verified"]
@@ -168,7 +168,7 @@ def _fastest(matrices: Sequence[Matrix]) -> tuple[Matrix, Fraction] | None:
 def asked(subject: Subject) -> list[Matrix] | None:
     """Return the vertices that the solver is asked about; None where it is not asked."""
     law, pruning = subject.config.loop.temperature, subject.config.loop.pruning
-    if law.name != "feedback" or out_of_scope(subject) is not None or pruning.config.widen_after > 1:
+    if law.name != "feedback" or pruning.name != "budget" or pruning.config.widen_after > 1:
         return None
     if subject.law.temperature == 0.0 or subject.law.t_min == subject.law.t_max or uncovered(subject) is not None:
         return None
