@@ -146,6 +146,52 @@ def test_a_fork_is_independent() -> None:
     assert leak(batcher) == leak(other) == ""
 
 
+def two_live() -> Batcher:
+    """Two requests with pages, between two iterations."""
+    batcher = SMALL.batcher()
+    for i in (0, 1):
+        batcher.submit(Request(i, 0.0, 3, 2))
+    batcher.admit()
+    plan = batcher.plan(0.0, lambda slots: np.zeros(slots.shape[0]), np.zeros(3))
+    batcher.observe(small_pool.StepResult(plan.step, 0.0, 1.0, token_ids=plan.ids[plan.samples]))
+    assert batcher.live == 2
+    return batcher
+
+
+@pytest.mark.parametrize("column", ["prompt", "known", "cached", "stop_at", "owed", "last_run", "count"])
+def test_whatever_a_decision_reads_tells_states_apart(column: str) -> None:
+    one = two_live()
+    other = fork(one)
+    table = other.pages if column == "count" else other.slots
+    values = getattr(table, column)
+    slot = other.slots.live[0]
+    values[slot] = not values[slot] if values.dtype == np.bool_ else values[slot] + 1
+    assert key((one, frozenset())) != key((other, frozenset()))
+
+
+def test_a_seat_protected_for_longer_tells_states_apart() -> None:
+    one = two_live()
+    other = fork(one)
+    other.slots.protected_until[other.slots.live[0]] = other.step + 1
+    one.slots.protected_until[one.slots.live[0]] = one.step
+    assert key((one, frozenset())) != key((other, frozenset()))
+
+
+def test_every_broken_account_is_named() -> None:
+    batcher = two_live()
+    assert leak(batcher) == ""
+    first, second = batcher.slots.live.tolist()
+    shared = fork(batcher)
+    shared.pages._table[second, 0] = shared.pages._table[first, 0]
+    assert "two owners" in leak(shared)
+    lost = fork(batcher)
+    lost.slots._free.pop()
+    assert "slot is lost" in leak(lost)
+    dropped = fork(batcher)
+    dropped.pages.count[first] -= 1
+    assert "are used" in leak(dropped)
+
+
 # every fault is seen
 
 
@@ -204,6 +250,10 @@ def test_pool_and_config_agree_on_what_is_a_run(monkeypatch: pytest.MonkeyPatch)
     """The claim reads the exploration: a fault or a wait beyond the bound turns it."""
     good = explore(scaled(Subject(RunConfig(), 300)))
     module = "proofs.check.interleavings.explore"
+    bound = judge().numbers["wait_bound"]
+    for wait, status in ((bound, "proved"), (bound + 1, "refuted")):
+        monkeypatch.setattr(module, lambda pool, wait=wait: dataclasses.replace(good, longest_wait=wait))
+        assert judge().status == status
     monkeypatch.setattr(module, lambda pool: dataclasses.replace(good, longest_wait=99))
     assert judge().status == "refuted"
     assert "99" in judge().reason

@@ -17,7 +17,7 @@ from entropic_ctl.pruning.laws import budget
 from entropic_ctl.pruning.scores import entropic_share, mass
 from entropic_ctl.pruning.select import select
 from proofs.check import Claim, Hints, Subject, pruning
-from proofs.check.pruning import gamma, identities, lse_error, lse_slack, merge_error, rounding_gaps, select_slack
+from proofs.check.pruning import gamma, log_slack, lse_error, lse_slack, merge_error, rounding_gaps, select_slack
 from proofs.enclosures import Interval, exp, log
 
 EPS32 = Fraction(1, 2**24)
@@ -29,6 +29,27 @@ def claims(law: str = "budget", engine: dict[str, Any] | None = None, **values: 
 
 
 # what a budget loses
+
+
+def identities(kept: list[Fraction], dropped: list[Fraction], values: list[Fraction]) -> bool:
+    """Verify the three identities on one instance, exactly; ``values`` are those of ``kept``, then of ``dropped``.
+
+    Every kept weight is multiplied by the same 1 / (1 - m), so KL = ln of it = -ln(1 - m).
+    """
+    m = sum(dropped, Fraction(0))
+    full = [*kept, *dropped]
+    pruned = [*(a / (1 - m) for a in kept), *(Fraction(0) for _ in dropped)]
+    variation = sum((abs(a - b) for a, b in zip(full, pruned, strict=True)), Fraction(0)) / 2
+    out, out_pruned = (sum((a * v for a, v in zip(w, values, strict=True)), Fraction(0)) for w in (full, pruned))
+    lost = sum((a * v for a, v in zip(dropped, values[len(kept) :], strict=True)), Fraction(0)) / m
+    ratios = {b / a for a, b in zip(kept, pruned, strict=False)}
+    return (
+        sum(full) == sum(pruned) == 1
+        and ratios == {1 / (1 - m)}
+        and variation == m
+        and out - out_pruned == m * (lost - out_pruned)
+    )
+
 
 weights = st.lists(st.integers(1, 50), min_size=1, max_size=6)
 
@@ -148,6 +169,44 @@ def test_slack_of_select_is_the_shipped_one() -> None:
             got = select_module._mass(np.array([u]), np.array([z]), terms)[0]
             assert got == pytest.approx(expected, rel=2e-15)
             assert got > u / (u + z) * (1 + s * z / (u + z))
+
+
+@pytest.mark.parametrize("top", [0.0, 50.0, -3.0])
+def test_the_log_of_what_is_dropped_has_the_slack_shown_and_holds_where_it_is_longest(top: float) -> None:
+    """One page dropped: ln U is its own upper end, exactly. At -708 the logarithm's own rounding counts most."""
+    for depth in (-1.0, -300.3, -700.1, -708.1):
+        ends = np.array([[top + depth, top]])
+        got = select(ends, ends, [False, True], 1e3, 1)
+        assert got.kept.tolist() == [[False, True]]
+        assert got.log_pruned[0] >= ends[0, 0]
+        plain = np.log(np.exp(depth + top - top) * (1 + float(select_slack(2)))) + top
+        granted = float(log_slack()) * (745 + abs(top))
+        assert got.log_pruned[0] == pytest.approx(plain + granted, abs=3e-13)
+        assert abs(got.log_pruned[0] - plain - granted) < granted / 4
+
+
+@pytest.mark.parametrize("name", ["log_slack", "select_slack", "lse_slack"])
+def test_a_part_of_the_slack_of_each_kind_is_not_shown_to_be_enough(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `log_slack` half is what was granted before: 8 of the 10 units in the last place needed."""
+    whole = getattr(pruning, name)
+    monkeypatch.setattr(pruning, name, lambda *given: whole(*given) / (2 if name == "log_slack" else 5))
+    assert min(rounding_gaps(16, 8192, 512).values()) < 0
+    assert claims()["page-interval"].status == "unknown"
+
+
+def test_the_needed_slack_is_its_parts_added_up_again() -> None:
+    """The table of the proof book, part by part, so that a part left out is seen."""
+    u, gaps = float(EPS32), rounding_gaps(16, 8192, 512, 256)
+    for n in (1, 2, 16, 1024, 10**5):
+        needed = (n - 1 + 4 + 5 * math.log(n)) * u  # additions, exp to 2 ulp, max - score, log to 2 ulp
+        assert needed * (1 - 1e-6) <= float(lse_error(n)) <= needed + ((n + 8) * u) ** 2 + 1e-20
+    x = np.linspace(0.0, 10.0, 100_001)
+    amplified = float((x / np.cosh(x) ** 2).max())  # what a relative error of the argument does to tanh
+    needed = (amplified + 4 + 1) * u  # division; tanh to 2 ulp of at most 1; product
+    assert needed <= 8 * u - float(gaps["the score cap"]) < 8 * u
+    flushed = 10.0**-30 - float(gaps["underflow of the products"])
+    assert flushed >= 0.9 * 256 * 264 * float(np.finfo(np.float32).tiny)
+    assert float(gaps["underflow of the products"]) > 0
 
 
 @pytest.mark.parametrize("page_tokens", [1, 16, 1024])

@@ -263,7 +263,7 @@ def run_of(rate: float, n: int, **engine: int) -> RunConfig:
 
 @pytest.mark.parametrize("pages", [40, 1024])
 def test_below_the_certified_capacity_the_simulated_queue_is_stable_and_far_above_it_grows(pages: int) -> None:
-    """Step time is the linear one, so step_s and token_s are exact; what is recomputed of any request is bounded and measured."""
+    """Step time is the linear one, so step_s and token_s are exact; what a request recomputes is measured."""
     cost = LinearCost(0.01, 0.0005)
     base = run_of(1.0, 1500, pages=pages)
     known = {k: v for k, v in assumed(base, ("step_s", "token_s")).items() if k != "rate_per_s"}

@@ -19,7 +19,7 @@ from entropic_ctl.errors import BadInputError
 from proofs import check
 from proofs.check import Claim, Hints, Subject, topk
 from proofs.check.base import format_hint
-from proofs.check.topk import SLACK, Top, ends, geometric, rounding_error, surprisal, two_level
+from proofs.check.topk import SLACK, Top, cut, ends, geometric, rounding_error, surprisal, two_level
 from proofs.enclosures import Interval
 from proofs.search.topk import hints as search_hints
 
@@ -115,6 +115,47 @@ def test_closed_forms_of_the_instances(k: int) -> None:
     assert abs(closed.known.lo - direct.known.lo) < TINY
 
 
+@pytest.mark.parametrize(("ratio", "n"), [(Fraction(3, 5), 50), (Fraction(9, 10), 30), (Fraction(2, 5), 3)])
+def test_the_cut_geometric_law_is_a_distribution_that_agrees_or_none_is_given(ratio: Fraction, n: int) -> None:
+    p = [(1 - ratio) * ratio**i for i in range(n - 1)]
+    p.append(1 - sum(p))
+    at = entropy(p)
+    for k in range(1, n):
+        found = cut(ratio, n, k)
+        assert (found is not None) == (p[-1] <= p[k - 1])
+        if found is not None:
+            assert found.lo <= at.hi
+            assert at.lo <= found.hi
+            assert found.hi - found.lo < TINY
+            lower, upper = ends(geometric(ratio, n, k)) or (None, None)
+            assert lower is not None
+            assert upper is not None
+            assert lower.lo <= at.hi
+            assert at.lo <= upper.hi
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_an_interval_that_leaves_a_witness_out_refutes_the_theorem(end: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = ends
+    row = claims(make(target_nats=3.0))["top-k"].numbers["geometric"][0]
+    assert row["contained"] is True
+    assert float(row["lower"]) < float(row["witness"]) < float(row["upper"])
+    both = (Fraction(row["lower"]), Fraction(row["upper"]))
+    gap = abs(Fraction(row["witness"]) - both[end]) * Fraction(101, 100)
+
+    def narrower(top: Top) -> tuple[Interval, Interval] | None:
+        found = honest(top)
+        if found is None:
+            return None
+        move = gap if end == 0 else -gap
+        moved = Interval(found[end].lo + move, found[end].hi + move)
+        return (moved, found[1]) if end == 0 else (found[0], moved)
+
+    monkeypatch.setattr(topk, "ends", narrower)
+    found = claims(make(target_nats=3.0))["top-k"]
+    assert (found.status, "outside" in found.reason) == ("refuted", True)
+
+
 # the shipped code against it
 
 
@@ -192,6 +233,20 @@ def test_mass_that_is_rounding_alone_is_packed_onto_no_more_tokens_than_there_ar
         assert feasible[0]
         assert abs(Fraction(float(lower[0])) - truth.hi) <= rounding_error(n, len(LOW))
         assert lower[0] <= upper[0] + 1e-13
+
+
+@pytest.mark.parametrize("n", [2, 256, N, 2**31 - 1])
+def test_the_rounding_bound_covers_its_parts_added_up_again(n: int) -> None:
+    """The point: spare and prefix sums (4 entries at most), filling and packing. The terms: log, products, sum."""
+    u = Fraction(1, 2**53)
+    adds = (n - 1).bit_length()
+    sums = adds * u / (1 - adds * u)
+    moved = (sums + u) + 4 * (sums + u) + 4 * u
+    point = moved * (math.log(n) - math.log(moved)) * (1 - 1e-9)
+    roundings = 8 + 2 + adds + 1  # logarithm to 4 ulp, two products, the sum over entries, the tail
+    terms = roundings * u * math.log(n)
+    assert float(rounding_error(n, n)) >= point + terms
+    assert float(rounding_error(n, n)) <= 1.6 * (point + terms) + 40 * float(u)  # and grants no more than it says
 
 
 class Depth:
@@ -290,6 +345,18 @@ def test_the_slack_covers_every_vocabulary_and_a_quarter_of_it_does_not(
 def test_hints_are_verified(bad: Any) -> None:
     with pytest.raises(BadInputError, match="top_k"):
         claims(make(target_nats=1.0), given_hints={"top_k": bad})
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_shape_with_another_entropy_than_the_target_is_refused(which: int) -> None:
+    run = make(target_nats=3.0)
+    found = list(search_hints(Subject(run, N))["top_k"])
+    slope = 5e-4 if which == 0 else 1e-3  # moves the entropy by some 0.01 nats
+    for sign in (-1, 1):
+        moved = found[:]
+        moved[which] += sign * Fraction(slope)
+        with pytest.raises(BadInputError, match="not the target's entropy"):
+            claims(run, given_hints={"top_k": tuple(moved)})
 
 
 @pytest.mark.parametrize("target", [1e-3, 0.5, 5.67, 10.0])

@@ -3,8 +3,9 @@
 Given p_1 >= ... >= p_k over n tokens, the unseen mass e sits on m = n - k tokens of at most p_k each. Spread evenly it
 has the most entropy, packed under the cap the least; both tails exist (or none does: e > m p_k), so both ends are
 attained. Decided here for a config: two distributions with its *target* entropy, one light-tailed (geometric), one as
-heavy-tailed as can be (two-level), what a sum over the top k without a tail term would miss of each, and that the float
-code's outward slack covers its rounding. Source: ours; packing and spreading are Karamata's inequality.
+heavy-tailed as can be (two-level), that the interval of their top k contains their entropy, what a sum over the top k
+without a tail term would miss of each, and that the float code's outward slack covers its rounding.
+Source: ours; packing and spreading are Karamata's inequality.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any, NamedTuple
 
 from proofs.check.base import Claim, Hints, Subject, decimal, refuse
 from proofs.check.gain import two_level_entropy
-from proofs.enclosures import Interval, log
+from proofs.enclosures import Interval, exp, log
 
-__all__ = ["SLACK", "Top", "claims", "ends", "geometric", "rounding_error", "surprisal", "two_level"]
+__all__ = ["SLACK", "Top", "claims", "cut", "ends", "geometric", "rounding_error", "surprisal", "two_level"]
 
 SIZES = (20, 256)
 SLACK = Fraction(1, 2**44)
@@ -101,8 +102,28 @@ def rounding_error(n: int, k: int) -> Fraction:
     return moved * (top - log(moved, _BITS).lo) + (depth + 16) * _U / (1 - (depth + 16) * _U) * (1 + top)
 
 
-def _instance(top: Top, k: int) -> dict[str, Any]:
-    """Decide one instance: the ends, and the least a sum over the top k alone misses; it must not miss a witness."""
+def cut(ratio: Fraction, n: int, k: int) -> Interval | None:
+    """Enclose the entropy of the geometric law on n tokens, the last with all that is left, r^(n-1).
+
+    What is left is distributed like the whole, so by grouping h = H (1 - r^(n-1)) with H that of the whole law. None
+    where it disagrees with the top k: the last token must not be above the cap, r^(n-1) <= (1-r) r^(k-1).
+    """
+    go = log(ratio, _BITS)
+    far = Fraction(-512)  # below it a power counts as at least 0 and at most e^-512
+    if exp(max((n - k) * go.hi, far), _BITS).hi > 1 - ratio:
+        return None
+    left = exp(max((n - 1) * go.hi, far), _BITS).hi
+    least = exp((n - 1) * go.lo, _BITS).lo if (n - 1) * go.lo > far else Fraction(0)
+    whole = _add(surprisal(1 - ratio), surprisal(ratio))
+    return Interval((1 - left) * whole.lo / (1 - ratio), (1 - least) * whole.hi / (1 - ratio))
+
+
+def _instance(top: Top, k: int, witness: Interval | None) -> dict[str, Any]:
+    """Decide one instance: the ends, whether the witness lies between them, and what a sum without a tail misses.
+
+    ``witness`` encloses the entropy of a distribution over the n tokens that agrees; ``contained`` is False only if it
+    surely lies outside, which would refute the theorem.
+    """
     found = ends(top)
     if found is None:
         return {"k": k, "tail_mass_above": decimal(top.tail, up=False), "feasible": False}
@@ -116,6 +137,8 @@ def _instance(top: Top, k: int) -> dict[str, Any]:
         "attained_below": decimal(lower.hi, up=True),
         "attained_above": decimal(upper.lo, up=False),
         "missed_without_tail": decimal(max(Fraction(0), lower.lo - top.known.hi), up=False),
+        "witness": None if witness is None else decimal(witness.lo, up=False),
+        "contained": None if witness is None else lower.lo <= witness.hi and witness.lo <= upper.hi,
     }
 
 
@@ -141,15 +164,15 @@ def claims(subject: Subject, hints: Hints) -> list[Claim]:
     n, target = subject.vocab_size, getattr(subject.law, "target_nats", None)
     error, slack = rounding_error(n, n), SLACK * (1 + log(Fraction(n), _BITS).lo)
     status = "proved" if error < slack else "unknown"
-    numbers = {
-        "rounding_nats": decimal(error, up=True, digits=18),
-        "slack_nats": decimal(slack, up=False, digits=18),
-    }
     told = (
         f"from any number of top probabilities of {n:,} tokens the ends are off by at most {float(error):.2g} nats of "
         f"rounding, {'inside' if status == 'proved' else 'not inside'} the slack of {float(slack):.2g}"
     )
-    rounding = Claim("top-k-rounding", status, told, numbers)
+    granted = {
+        "rounding_nats": decimal(error, up=True, digits=18),
+        "slack_nats": decimal(slack, up=False, digits=18),
+    }
+    rounding = Claim("top-k-rounding", status, told, granted)
     if target is None:
         return [rounding, Claim("top-k", "not applicable", "the temperature law has no target to make examples of")]
     if target <= 0 or Fraction(target) >= log(Fraction(n), _BITS).lo:
@@ -159,8 +182,12 @@ def claims(subject: Subject, hints: Hints) -> list[Claim]:
     if shapes is None:
         return [rounding, Claim("top-k", "unknown", "no example was given")]
     sizes = sorted({min(k, n - 1) for k in SIZES})
-    light = [_instance(geometric(shapes[0], n, k), k) for k in sizes]
-    heavy = _instance(two_level(shapes[1], n, sizes[0]), sizes[0])
+    light = [_instance(geometric(shapes[0], n, k), k, cut(shapes[0], n, k)) for k in sizes]
+    heavy = _instance(two_level(shapes[1], n, sizes[0]), sizes[0], two_level_entropy(n, shapes[1]))
+    numbers = {"geometric": light, "two_level": heavy}
+    if any(row["feasible"] and row["contained"] is False for row in (*light, heavy)):
+        why = "the entropy of a distribution that agrees lies outside the interval: the theorem is false"
+        return [rounding, Claim("top-k", "refuted", why, numbers)]
     missed = float(heavy["missed_without_tail"])
     interval = (
         f"[{float(light[0]['lower']):.6f}, {float(light[0]['upper']):.6f}] nats"
@@ -171,4 +198,4 @@ def claims(subject: Subject, hints: Hints) -> list[Claim]:
         f"at the target of {target!r} nats the top {sizes[0]} of a geometric law leave {interval}, ends attained; of "
         f"two levels over {n:,} tokens a sum without tail term misses {missed:.4f} nats, the interval nothing"
     )
-    return [rounding, Claim("top-k", "proved", reason, {"geometric": light, "two_level": heavy})]
+    return [rounding, Claim("top-k", "proved", reason, numbers)]
