@@ -155,7 +155,8 @@ def _cost(gain: Fraction, bounds: Bounds, lag: int, drafts: int) -> str:
     g = gain * bounds.here.hi
     if not Fraction(9, 5) <= g < 2:
         return ""
-    return f"; near the limit white entropy varies {float(2 / (2 - g)):.3g} times as much (V = {float(bounds.here.hi):.4g})"
+    v = float(bounds.here.hi)
+    return f"; near the limit white entropy varies {float(2 / (2 - g)):.3g} times as much (V = {v:.4g})"
 
 
 def claims(subject: Subject, hints: Hints) -> list[Claim]:
@@ -219,7 +220,8 @@ def decide(subject: Subject, bounds: Bounds | None) -> Claim:
         if local is not None and gain * here.hi < limit:
             reason = (
                 f"{at} no distribution has a varentropy above {float(here.hi):.6f}, so k V < {limit}{each} there: "
-                f"frozen logits settle; while they change, two temperatures may move apart{_cost(gain, bounds, lag, drafts)}"
+                "frozen logits settle; while they change, two temperatures may move apart"
+                f"{_cost(gain, bounds, lag, drafts)}"
             )
             return Claim("gain-at-target", "proved", reason, numbers)
         repels, when = loop_limit(lag), ""  # no draft is accepted: one update a step

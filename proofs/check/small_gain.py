@@ -38,7 +38,7 @@ class Coupling:
     v_min, v_max : Fraction
         V_lo, and an upper bound of V_max(n), nats squared.
     v_sure : Fraction
-        A lower bound of the varentropy of two-level logits with entropy H*, an equilibrium of this target; 0 without one.
+        A lower bound of the varentropy of two-level logits with entropy H*, an equilibrium of the target; 0 if none.
     rho, r, s : Fraction
         Assumed bounds of the effects.
     slope : Fraction
@@ -114,8 +114,8 @@ def coupling(subject: Subject, hints: Hints) -> Coupling | None:
 def _too_steep(c: Coupling) -> str:
     """Say why k V_max(n) >= 2 decides nothing where the equilibria of this target are not that steep."""
     return (
-        f"k V_max(n) = {float(c.gain * c.v_max):.4g} is not below 2, so the linear model at V_max(n) is unstable, but no "
-        f"equilibrium of this target is known to have that varentropy (two-level logits: k V = "
+        f"k V_max(n) = {float(c.gain * c.v_max):.4g} is not below 2, so the linear model at V_max(n) is unstable, but "
+        f"no equilibrium of this target is known to have that varentropy (two-level logits: k V = "
         f"{float(c.gain * c.v_sure):.4g})"
     )
 
@@ -161,7 +161,7 @@ def small_gain(subject: Subject, c: Coupling | None) -> Claim:
                 if c.gain <= 0
                 else "V_lo = 0: at V = 0 u stays where it is"
                 if c.v_min == 0
-                else f"k V >= {float(c.gain * c.v_sure):.6g} at two-level logits with entropy H*: u alone does not settle"
+                else f"k V >= {float(c.gain * c.v_sure):.6g} at two-level logits of entropy H*: u alone does not settle"
             )
             return Claim("small-gain", "refuted", why)
         if c.gain * c.v_max >= 2:
