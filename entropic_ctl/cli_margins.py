@@ -54,7 +54,7 @@ def margins(
     force: bool,
     json_file: Path | None,
 ) -> int:
-    """Compute the margins, show and write them; 1 if a loop is unstable."""
+    """Compute the margins, show and write them; 1 if a loop is unstable that an equilibrium of the target can have."""
     config = load_config(config_file)
     inputs: tuple[Path | str, ...] = (config_file, *configs.inputs_of(config))
     cli_output.check_file(json_file, "--json", out, *inputs)
@@ -88,7 +88,11 @@ def margins(
         "observation_lag": config.engine.observation_lag,
         "ema": ema,
         "largest_certified_gain": None if study.certified is None else study.certified[0],
-        "loops": {each.name: {"what": each.what, **dataclasses.asdict(each.margins)} for each in study.loops},
+        "loops": {
+            each.name: {"what": each.what, "judged": each.judged, **dataclasses.asdict(each.margins)}
+            for each in study.loops
+        },
+        "stable": study.stable,
         "coupled": study.coupled,
         "assumptions": dataclasses.asdict(assumptions),
         "notes": study.notes,
@@ -110,8 +114,11 @@ def margins(
         say(f"figure: {out / 'margins.png'}")
     if export is not None:
         say(f"state spaces: {export} ({', '.join(study.systems)})")
-    stable = all(each.margins.stable for each in study.loops)
-    return 0 if stable and study.coupled.get("stable") == study.coupled.get("corners") else 1
+        say(
+            "note: control.margin and control.stability_margins (python-control 0.10) miss the crossing at z = -1, "
+            "the gain margin of these loops at lag 0: use proofs.margins.margins, or closed-loop poles over the gain"
+        )
+    return 0 if study.stable else 1
 
 
 def _write_margins(work: Path, study: Any, numbers: dict[str, Any], config: RunConfig) -> None:
@@ -122,10 +129,13 @@ def _write_margins(work: Path, study: Any, numbers: dict[str, Any], config: RunC
             results.write_table(work / f"{name}.{suffix}", table, stamp)
     results.write_json(work / "margins.json", {**numbers, "stamp": stamp})
     worst = study.loops[0].margins
+    here = next((each.margins for each in study.loops if each.name == "target"), None)
     filtered = "" if numbers["ema"] == 1.0 else f", entropies averaged with weight {numbers['ema']:g}"
     room = f"unstable: k times {worst.gain_margin:.3g} is the limit"
     if worst.stable:
         room = f"gain margin {worst.gain_margin:.3g}, {worst.delay_margin_steps} more tokens of delay"
+    elif here is not None and here.stable and not study.loops[0].judged:
+        room += f"; steepest equilibrium of the target: stable, gain margin {here.gain_margin:.3g}"
     drawing.draw(
         *(work / f"{name}.parquet" for name in ("loops", "frequency", "locus", "poles", "step")),
         work / "margins.png",
@@ -151,11 +161,13 @@ def _tell_margins(study: Any) -> None:
         values = [getattr(each.margins, name) for each in study.loops]
         yes = {True: "yes", False: "NO"}
         cells = ["–" if v is None else yes[v] if isinstance(v, bool) else form.format(v) for v in values]
-        table.add_row(text, *cells, style="red" if "NO" in cells else None)
+        wrong = name == "stable" and any(each.judged and not each.margins.stable for each in study.loops)
+        table.add_row(text, *cells, style="red" if wrong else None)
     screen = console()
     screen.print(table)
     for each in study.loops:
-        screen.print(f"{each.name}: {each.what}")
+        beyond = "" if each.judged else "; worst case while logits change, no equilibrium of this target is as steep"
+        screen.print(f"{each.name}: {each.what}{beyond}")
     both = study.coupled
     if both:
         low, high = both["relative_gain"]
@@ -173,6 +185,8 @@ def _tell_margins(study: Any) -> None:
         screen.print(note)
     if study.certified is not None:
         screen.print(f"largest certified gain: {study.certified[0]:.6g}")
+    verdict = "stable" if study.stable else "NOT stable"
+    screen.print(f"{verdict}, judged without v_max" if not study.loops[0].judged else verdict)
 
 
 def phase(
@@ -227,6 +241,7 @@ def phase(
                 work / "phase.parquet",
                 work / f"phase-lag{lag}.png",
                 titles={f["arm"]: f"{f['arm']}\n{_says(f)}" for f in findings if f["lag"] == lag},
+                what=f"{scene.what}{'' if plant != 'recorded' else f' (bank of {size:,} tokens)'}, lag {lag}",
                 target_nats=scene.law.target_nats,
                 maps=work / "map.parquet",
                 lag=lag,
@@ -255,18 +270,12 @@ def phase(
     _tell_phase(numbers)
     if moves and both is None:
         say("no coupled portrait: the clamps cannot reach the target")
-    say(f"figures: {out / 'phase-lag'}{','.join(map(str, lags))}.png" + (f", {out / 'coupled.png'}" if both else ""))
+    pictures = [*(f"phase-lag{lag}.png" for lag in lags), *(["coupled.png"] if both else [])]
+    say("figures: " + ", ".join(str(out / name) for name in pictures))
 
 
 def _says(finding: dict[str, Any]) -> str:
-    ends = (
-        "settles"
-        if finding["settles"]
-        else f"cycles, period {finding['period']}"
-        if finding["period"]
-        else "keeps moving"
-    )
-    return f"{finding['theorem']}: {finding['status']}; {ends}"
+    return f"{finding['theorem']}: {finding['status']}; {finding['ends']}"
 
 
 def _recorded(config: RunConfig) -> tuple[Any, Any]:

@@ -88,7 +88,9 @@ def margins(
     """Gain, phase, delay and disk margins of the linear temperature loop, its step responses and its poles.
 
     Looked at where logits are steepest (V_max), at the target, at the assumed least varentropy; then the loop coupled
-    with the budget. Exit 1 if one of them is unstable. `proofs.margins.load(FILE, NAME)` reads an exported loop back.
+    with the budget. Exit 1 if one of them is unstable, V_max aside where no equilibrium of the target is as steep.
+    `proofs.margins.load(FILE, NAME)` reads an exported loop back; take its margins with `proofs.margins`, since
+    `control.margin` and `control.stability_margins` (0.10) miss the crossing at z = -1.
 
     Example: `entropic margins run.toml --out out/margins --export loops.json`
     """

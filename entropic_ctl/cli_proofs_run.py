@@ -12,7 +12,7 @@ from rich.table import Table
 from entropic_ctl import certificates, cli_live, cli_output
 from entropic_ctl import config as configs
 from entropic_ctl.cli_console import console
-from entropic_ctl.cli_run import bank_vocabulary, load_config, need, placed, write_json
+from entropic_ctl.cli_run import bank_vocabulary, load_config, need, placed, say, write_json
 from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import BadInputError
 
@@ -28,13 +28,17 @@ def prove(config_file: Path, *, out: Path, vocab: int | None, assume: Sequence[s
     cli_output.check_file(out, "--out", *inputs)
     cli_output.check_file(json_file, "--json", out, *inputs)
     told = [text.partition("=")[0].strip() for text in assume]
-    given = need("proofs.assumptions", "proofs").parse(assume, need("sim.load_bounds", "sim").assumed(config, told))
-    vocab = vocab if vocab is not None else bank_vocabulary(config)
+    known = need("sim.load_bounds", "sim").assumed(config, told)
+    given = need("proofs.assumptions", "proofs").parse(assume, known)
+    if vocab is None:
+        vocab = bank_vocabulary(config)
+        _warn(config)
     with cli_live.progress("prove") as report:
         certificate = need("proofs.search", "proofs").prove(config, vocab, given, progress=report)
     checked = need("proofs.check", "proofs").check(certificate, config, vocab)  # what is refused is not written
     need("entropic_ctl.results", "sim").write_json(out, certificate)
-    return _tell(checked, json_file, config)
+    filled = dict.fromkeys(known, "workload and cost model") | dict.fromkeys(told, "--assume")
+    return _tell(checked, json_file, config, dataclasses.asdict(given), filled)
 
 
 def check(certificate: Path, config_file: Path | None, *, vocab: int | None, json_file: Path | None) -> int:
@@ -57,11 +61,26 @@ def check(certificate: Path, config_file: Path | None, *, vocab: int | None, jso
     with placed(certificate):
         size = about["vocab_size"] if vocab is None else vocab
         checked = checker.check(values, config, size)
-    return _tell(checked, json_file, config)
+    return _tell(checked, json_file, config, about["assumptions"], None)
 
 
-def _tell(checked: Any, json_file: Path | None, config: RunConfig) -> int:
-    """Print what was decided, write it, and return the exit status."""
+def _warn(config: RunConfig) -> None:
+    """Say where ``simulate`` refuses what is proved here: a temperature or budget that the bank does not hold."""
+    trajectories = need("sim.trajectories", "sim")
+    try:
+        trajectories.require_range(trajectories.load_bank(config.cost.bank, prompts=1), config.loop)
+    except BadInputError as error:
+        say(f"note: `entropic simulate` refuses this config: {error}")
+
+
+def _tell(
+    checked: Any,
+    json_file: Path | None,
+    config: RunConfig,
+    assumptions: Mapping[str, Any],
+    filled: Mapping[str, str] | None,
+) -> int:
+    """Print what was decided and assumed (``filled``: by what, defaults aside), write it, return the exit status."""
     verdict = dataclasses.asdict(checked.verdict)
     verdict["limit"] = verdict["limit"] if verdict["limit"] == verdict["limit"] else None
     claims = [dataclasses.asdict(claim) for claim in checked.claims]
@@ -74,7 +93,21 @@ def _tell(checked: Any, json_file: Path | None, config: RunConfig) -> int:
     screen = console()
     screen.print(table)
     gate = checked.verdict
-    limit = "" if verdict["limit"] is None else f" (largest certified gain: {gate.limit!r})"
-    screen.print(f"temperature loop: {gate.status} by {gate.theorem}{limit}", style=_COLOURS[gate.status])
+    _tell_assumptions(screen, assumptions, filled)
+    screen.print(f"temperature loop: {gate.status} by {gate.theorem}", style=_COLOURS[gate.status])
+    if verdict["limit"] is not None:
+        acts = config.loop.temperature.config.gain > 0
+        screen.print(f"largest certified gain: {gate.limit!r}" if acts else f"certified gains: 0 < k <= {gate.limit!r}")
     refuted = any(claim.status == "refuted" for claim in checked.claims)
     return 0 if gate.status == "proved" and not refuted else 1
+
+
+def _tell_assumptions(screen: Any, assumptions: Mapping[str, Any], filled: Mapping[str, str] | None) -> None:
+    """Print name = value of each, by what filled it; a certificate does not say that."""
+    screen.print("assumptions, part of every claim:")
+    by: dict[str, list[str]] = {}
+    for name, value in assumptions.items():
+        source = "from the certificate" if filled is None else filled.get(name, "default")
+        by.setdefault(source, []).append(f"{name} = {value:.6g}")
+    for source, parts in by.items():
+        screen.print(f"  {source}: {', '.join(parts)}")

@@ -40,12 +40,15 @@ def region(
         with placed(config_file):
             table = regions.region(config, vocab, given, count=cells, progress=report)
         results.write_table(work / "region.parquet", table, results.stamp(config, config.seed))
+        wait = config.loop.pruning.config.widen_after
         title = (
-            f"coupled loop, {vocab:,} tokens, budget that follows at once: stable, and shown by one quadratic function"
+            f"coupled loop, {vocab:,} tokens: stable, and shown by one quadratic function\nthe slices assume a budget "
+            f"that follows at once (widen_after = 1); this config's is {wait}, which small gain covers too"
         )
-        drawing.draw(work / "region.parquet", work / "region.png", title=title)
+        limits = regions.gain_limits(config, vocab)
+        drawing.draw(work / "region.parquet", work / "region.png", title=title, limits=limits)
     counts = regions.summary(table)
-    write_json(json_file, {"vocab_size": vocab, "slices": counts}, config)
+    write_json(json_file, {"vocab_size": vocab, "slices": counts, "gain_limits": limits}, config)
     _tell(counts)
     say(f"figure: {out / 'region.png'}")
     return 1 if any(row["contradictions"] for row in counts) else 0

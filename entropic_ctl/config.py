@@ -255,6 +255,22 @@ class _Lines:
         return lambda key: self._at.get((table, key), self._at.get((table, "")))
 
 
+def _home(key: str) -> str | None:
+    """Say in which table a key that is unknown elsewhere belongs, or None."""
+    found = [f"[{name}]" for name, cls in TABLES.items() if key in _names(cls)]
+    for table, (package, choice, _) in LAWS.items():
+        laws = [name for name in registry.names(package) if key in _names(registry.load(package, name).Config)]
+        if laws:
+            found.append(f"[loop.{table}] with {choice} = {' or '.join(map(repr, laws))}")
+    if not found and key in _names(RunConfig) - {*TABLES, "loop"}:
+        found.append("the head of the file, before any table")
+    return f"{key} belongs in {' or '.join(found)}" if found else None
+
+
+def _names(cls: Any) -> set[str]:
+    return {item.name for item in dataclasses.fields(cls)}
+
+
 def _law(table: str, values: object, where: str, lines: _Lines) -> LawSpec:
     package, key, default = LAWS[table]
     place = f"loop.{table}"
@@ -272,7 +288,7 @@ def _law(table: str, values: object, where: str, lines: _Lines) -> LawSpec:
         )
     rest = {k: v for k, v in values.items() if k != key}
     cls = registry.load(package, name).Config
-    return LawSpec(name, fields.parse(cls, rest, where=where, table=place, line_of=lines.of(place)))
+    return LawSpec(name, fields.parse(cls, rest, where=where, table=place, line_of=lines.of(place), home=_home))
 
 
 def _refuse_unread(workload: WorkloadConfig, written: Mapping[str, Any], where: str, lines: _Lines) -> None:
@@ -302,9 +318,10 @@ def from_mapping(values: Mapping[str, Any], *, where: str = "config", source: st
                 line=lines.of(key)("") or lines.of("")(key),
                 field=key,
                 allowed=", ".join(sorted(known)),
+                remedy=_home(str(key)),
             )
     built: dict[str, Any] = {
-        name: fields.parse(cls, values.get(name, {}), where=where, table=name, line_of=lines.of(name))
+        name: fields.parse(cls, values.get(name, {}), where=where, table=name, line_of=lines.of(name), home=_home)
         for name, cls in TABLES.items()
     }
     if source:

@@ -166,7 +166,15 @@ def check(config: Any, *, where: str | None = None, table: str = "", line_of: Li
             object.__setattr__(config, item.name, tuple(float(number) for number in value))
 
 
-def parse(cls: type[T], values: object, *, where: str, table: str, line_of: LineOf | None = None) -> T:
+def parse(
+    cls: type[T],
+    values: object,
+    *,
+    where: str,
+    table: str,
+    line_of: LineOf | None = None,
+    home: Callable[[str], str | None] | None = None,
+) -> T:
     """Build dataclass ``cls`` from a mapping, refusing unknown keys (with the nearest known one) and bad values.
 
     Parameters
@@ -178,6 +186,8 @@ def parse(cls: type[T], values: object, *, where: str, table: str, line_of: Line
         File and table that errors name.
     line_of : callable, optional
         Maps a field name to its line in ``where``.
+    home : callable, optional
+        Says where a key that is unknown here belongs, or None.
 
     Raises
     ------
@@ -190,6 +200,7 @@ def parse(cls: type[T], values: object, *, where: str, table: str, line_of: Line
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
+            remedy = home(str(key)) if home else None
             raise BadInputError(
                 "unknown key",
                 where=where,
@@ -197,7 +208,7 @@ def parse(cls: type[T], values: object, *, where: str, table: str, line_of: Line
                 field=f"{table}.{key}" if table else key,
                 value=values[key],
                 allowed=", ".join(sorted(known)),
-                remedy=f"did you mean {near[0]!r}?" if near else None,
+                remedy=remedy or (f"did you mean {near[0]!r}?" if near else None),
             )
     probe = object.__new__(cls)  # validate before the class's own __post_init__ runs, so errors carry file and line
     for name, item in known.items():

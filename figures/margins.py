@@ -196,15 +196,14 @@ def _locus(
         mine = marks["loop"] == name
         axis.plot(marks["re"][mine], marks["im"][mine], "x", color=colour, ms=9, mew=2.2, zorder=6)
     axis.set_aspect("equal", adjustable="box")
-    axis.set_xlim(-1.5, 1.5)
-    axis.set_ylim(-1.35, 1.35)
+    axis.set_xlim(min(-1.5, 1.08 * float(marks["re"].min())), max(1.5, 1.08 * float(marks["re"].max())))
+    axis.set_ylim(-max(1.75, 1.2 * float(marks["im"].max())), max(1.35, 1.08 * float(marks["im"].max())))
     axis.set_xlabel("Re z")
     axis.set_ylabel("Im z")
     handles = [Line2D([], [], marker="x", ls="", color="black", ms=8, mew=2, label="this gain")]
     if certified is not None:
-        handles.append(
-            Line2D([], [], marker="D", mfc="none", mec="black", ls="", ms=8, label=f"k = {certified[0]:.4g}, certified")
-        )
+        most, at = f"limit k = {certified[0]:.4g}", f"(largest certified), at V = {certified[1] / certified[0]:.4g}"
+        handles.append(Line2D([], [], marker="D", mfc="none", mec="black", ls="", ms=8, label=f"{most}\n{at}"))
     handles += [
         Line2D([], [], lw=2, color=colour, label=f"lag {int(lag)}")
         for lag, colour in zip(lags, ("#444444", "#bdbdbd"), strict=False)
@@ -244,7 +243,13 @@ def draw_coupled(corners: Table, poles: Table, frequency: Table, path: str | os.
         plane.legend(loc="upper left")
         alpha.semilogx(curve["w"], curve["alpha"], color=style.COLOURS["blue"])
         alpha.axvline(math.pi, color=style.GREY, ls=":", lw=1)
-        if np.isfinite(curve["alpha"]).any():
+        if not np.isfinite(curve["alpha"]).any():
+            alpha.set_xlim(float(curve["w"].min()), float(curve["w"].max()))
+            alpha.text(
+                0.5, 0.5, "unstable: no margin", transform=alpha.transAxes, ha="center", va="center", fontsize=13,
+                color=style.COLOURS["vermillion"],
+            )  # fmt: skip
+        else:
             at = int(np.nanargmin(curve["alpha"]))
             alpha.plot(curve["w"][at], curve["alpha"][at], "o", color=style.COLOURS["blue"])
         alpha.set_ylim(0, 2.1)

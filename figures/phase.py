@@ -24,6 +24,7 @@ def draw(
     target_nats: float | None = None,
     maps: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     lag: int | None = None,
+    what: str = "",
 ) -> None:
     """Draw trajectories of the closed micro loop on frozen logits: return map above, log-temperature over steps below.
 
@@ -46,6 +47,8 @@ def draw(
         Columns ``arm``, ``u`` and ``next``: the update of every u, drawn behind the staircases (no lag).
     lag : int, optional
         Draw the rows with this value in the column ``lag``.
+    what : str
+        Plant, vocabulary and lag, for the figure's title.
     """
     table = style.columns(trajectories)
     style.require(table, NEEDS if lag is None else (*NEEDS, "lag"), "phase")
@@ -90,9 +93,10 @@ def draw(
         axes[len(arms)].set_ylabel("u = ln T")
         target = f"; target {target_nats:.4g} nats" if target_nats is not None else ""
         curve = "; curve: the update" if curves is not None else ""
+        head = f"{what}{target}\n" if what else ""
         figure.suptitle(
-            "open circles: starts; small dots: one update each, (u(t), u(t+1)); black dots: last update; "
-            f"dashed: u(t+1) = u(t), where an update changes nothing{curve}{target}",
+            f"{head}open circles: starts; small dots: one update each, (u(t), u(t+1)); black dots: last update; "
+            f"dashed: u(t+1) = u(t), where an update changes nothing{curve}{'' if what else target}",
             fontsize=8.5,
             x=0.01,
             ha="left",

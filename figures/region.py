@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.colors import ListedColormap
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
@@ -29,8 +30,11 @@ _LOOK = (
     ("one quadratic function falls at every vertex, checked exactly", "#9fd8c4"),
     ("solver claims one, exact check says no", style.COLOURS["purple"]),
     ("stable, but no quadratic function found", style.COLOURS["orange"]),
-    ("a vertex is unstable", "#dcdcdc"),
+    ("unstable at a vertex of the model (V up to V_max(n))", "#dcdcdc"),
 )
+
+
+_DASHES = (":", "--")
 
 
 def _kinds(table: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -48,7 +52,13 @@ def _edges(values: np.ndarray, logarithmic: bool) -> np.ndarray:
     return np.exp(edges) if logarithmic else np.maximum(edges, 0.0)
 
 
-def draw(region: Mapping[str, Any] | str | os.PathLike[str], path: str | os.PathLike[str], *, title: str = "") -> None:
+def draw(
+    region: Mapping[str, Any] | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    title: str = "",
+    limits: Mapping[str, float] | None = None,
+) -> None:
     """Draw one panel per slice: the outcome of each cell, the small-gain limit as a line, the config as a diamond.
 
     Parameters
@@ -60,6 +70,8 @@ def draw(region: Mapping[str, Any] | str | os.PathLike[str], path: str | os.Path
         PNG to write.
     title : str
         Figure title.
+    limits : mapping of str to float, optional
+        Gains to mark on the slices over the gain, by label.
     """
     table = style.columns(region)
     style.require(table, NEEDS, "region")
@@ -86,6 +98,8 @@ def draw(region: Mapping[str, Any] | str | os.PathLike[str], path: str | os.Path
             level = np.log10(np.clip(loop, 0.1, 10.0))  # steep ends would bend the line between cells
             if level.min() < 0 < level.max():
                 axis.contour(xs, ys, level, levels=[0.0], colors="black", linewidths=1.3)
+            for (name, gain), dash in zip((limits or {}).items() if x_name == "gain" else (), _DASHES, strict=False):
+                axis.axvline(gain, color=style.COLOURS["vermillion"], ls=dash, lw=1.2, label=name)
             axis.plot(
                 table["x_here"][mine][:1].astype(float),
                 table["y_here"][mine][:1].astype(float),
@@ -109,6 +123,10 @@ def draw(region: Mapping[str, Any] | str | os.PathLike[str], path: str | os.Path
         shown = [Patch(color=colour, label=label) for i, (label, colour) in enumerate(_LOOK) if (kinds == i).any()]
         line = axes[0].plot([], [], color="black", lw=1.3, label="small gain: loop gain 1")[0]
         here = axes[0].plot([], [], "D", ms=6, mfc="white", mec="black", ls="", label="this config")[0]
-        figure.legend(handles=[*shown, line, here], loc="outside lower center", ncols=2)
+        marked = [
+            Line2D([], [], color=style.COLOURS["vermillion"], ls=dash, lw=1.2, label=f"{name} = {gain:.4g}")
+            for (name, gain), dash in zip((limits or {}).items(), _DASHES, strict=False)
+        ]
+        figure.legend(handles=[*shown, line, here, *marked], loc="outside lower center", ncols=2)
         if title:
             figure.suptitle(title, fontsize=10.5, x=0.01, ha="left")

@@ -142,7 +142,8 @@ def _compare_levels(axis: Any, table: Mapping[str, np.ndarray], claim: tuple[flo
     _points(axis, table, laws & table["own"])
     _points(axis, table, laws & ~table["own"], hollow=True)
     _control(axis, table)
-    axis.plot([], [], ls="", marker="o", mfc="white", color=style.GREY, label="hollow: common H* = 1.5")
+    if (known & laws & ~table["own"]).any():
+        axis.plot([], [], ls="", marker="o", mfc="white", color=style.GREY, label="hollow: common H* = 1.5")
     for law, x in (("solve", 0.0), ("damped", 0.25)):
         mine = known & (table["law"] == law)
         if mine.any():

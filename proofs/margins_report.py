@@ -23,7 +23,7 @@ from proofs.linear_loop import closed, frequencies, gain_of, loop, response, ste
 from proofs.margins import Margins, margins
 from proofs.margins_coupled import Plant, coupled, slope_of, vertices
 from proofs.search import certify
-from proofs.search.gain import equilibrium_tail_mass
+from proofs.search.gain import equilibrium_tail_mass, steepest
 from proofs.vmax import maximum, two_level
 
 if TYPE_CHECKING:
@@ -50,11 +50,14 @@ class Loop:
     what : str
         Which logits, in words.
     margins : Margins
+    judged : bool
+        It counts towards the verdict: no equilibrium of the target is steeper, or the caller named it.
     """
 
     name: str
     what: str
     margins: Margins
+    judged: bool = True
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,12 @@ class Study:
     tables: dict[str, dict[str, npt.NDArray[Any]]]
     systems: dict[str, control.StateSpace]
     notes: tuple[str, ...]
+
+    @property
+    def stable(self) -> bool:
+        """Whether every loop that is judged, and every corner of the coupled one, is stable."""
+        alone = all(each.margins.stable for each in self.loops if each.judged)
+        return alone and self.coupled.get("stable") == self.coupled.get("corners")
 
 
 def static(config: RunConfig) -> dict[str, Any] | None:
@@ -150,11 +159,11 @@ def _curves(name: str, L: control.StateSpace, w: npt.NDArray[np.float64]) -> dic
     }
 
 
-def _locus(config: RunConfig, ema: float, limit: float) -> dict[str, npt.NDArray[Any]]:
-    """Poles over the loop gain k V, for this lag and one token more; ``limit``: the k V where this lag rings."""
+def _locus(config: RunConfig, ema: float, limit: float, most: float) -> dict[str, npt.NDArray[Any]]:
+    """Poles over the loop gain k V up to ``most``, for this lag and one token more; it rings at ``limit``."""
     import control
 
-    g = np.unique(np.concatenate((np.linspace(0.0, 1.5 * limit, 301), np.geomspace(1e-3, 1.0, 60) * limit)))
+    g = np.unique(np.concatenate((np.linspace(0.0, max(1.5 * limit, most), 301), np.geomspace(1e-3, 1.0, 60) * limit)))
     parts = []
     for lag in (config.engine.observation_lag, config.engine.observation_lag + 1):
         L = loop(config, 1.0, ema=ema, gain=1.0, lag=lag)
@@ -252,7 +261,10 @@ def study(
         if not 0.0 < value <= 1e6:
             raise BadInputError("not a varentropy", where="--varentropy", value=value, allowed="(0, 1e6] nats^2")
     where, notes = places(config, vocab_size, assumed, given)
-    loops = tuple(Loop(name, what, margins(config, V, ema=ema)) for name, what, V in where)
+    ceiling = steepest(vocab_size, float(config.loop.temperature.config.target_nats))
+    loops = tuple(
+        Loop(name, what, margins(config, V, ema=ema), ceiling is None or name != "v_max") for name, what, V in where
+    )
     systems: dict[str, control.StateSpace] = {}
     curves, steps, poles = [], [], []
     gains = [each.margins.loop_gain for each in loops]
@@ -279,7 +291,7 @@ def study(
         "frequency": _stack(curves),
         "step": _stack(steps),
         "poles": _stack(poles),
-        "locus": _locus(config, ema, limit),
+        "locus": _locus(config, ema, limit, max(gains)),
     }
     both: dict[str, Any] = {}
     if slope_of(config) == 0.0:
@@ -287,7 +299,13 @@ def study(
     elif ema < 1.0:
         notes.append("the coupled loop is that of the shipped laws, without the filter")
     if slope_of(config) != 0.0:
-        both, more, others = _coupled(config, loops[0].margins.varentropy, assumed)
+        highest = loops[0].margins.varentropy
+        if (
+            ceiling is not None and not loops[0].margins.stable
+        ):  # no corner there is stable, and no equilibrium is there
+            highest = ceiling
+            notes.append(f"coupled corners up to V = {ceiling:.4g}, the largest at the target: at v_max u is unstable")
+        both, more, others = _coupled(config, highest, assumed)
         tables |= more
         systems |= others
     # the certificate is about the shipped law, without a filter

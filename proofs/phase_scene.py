@@ -32,7 +32,11 @@ PLANTS = ("target", "sharpest", "recorded")
 FACTORS = (0.5, 0.95, 1.2)
 """Gains of the arms besides the config's, in units of the linear limit."""
 
-_LONG = 3000
+_LONG = (3000, 30_000)
+"""Tokens after which trajectories must have come to rest; the second where the first did not do."""
+
+_REST = 1e-4
+"""Range of u, over 64 tokens, and distance from the equilibrium, below which a trajectory is at rest."""
 
 
 @dataclass(frozen=True)
@@ -165,15 +169,32 @@ def arms_of(scene: Scene, gain: float, lag: int, gains: Sequence[float] = ()) ->
 
 def _settles(law: feedback.Config, plant: Plant, starts: Sequence[float], lag: int) -> dict[str, Any]:
     """Say what trajectories do in the end: half the range of the last 64 tokens, its period, the share at a clamp."""
-    u = trajectory(feedback.build(law), plant, starts, _LONG, lag=lag)[0][-128:]
-    tail = u[-64:]
-    amplitude = float(np.ptp(tail, axis=0).max() / 2)
-    at_clamp = float(np.mean((tail <= math.log(law.t_min) + 1e-9) | (tail >= math.log(law.t_max) - 1e-9)))
-    period = 0
-    if amplitude > 1e-4:
-        repeats = (q for q in range(1, 65) if np.abs(u[q:] - u[:-q]).max() < 1e-6)
-        period = next(repeats, 0)
-    return {"settles": amplitude <= 1e-4, "amplitude": amplitude, "period": period, "at_clamp": at_clamp}
+    for steps in _LONG:
+        u = trajectory(feedback.build(law), plant, starts, steps, lag=lag)[0][-128:]
+        tail = u[-64:]
+        amplitude = float(np.ptp(tail, axis=0).max() / 2)
+        clamped = (tail <= math.log(law.t_min) + 1e-9) | (tail >= math.log(law.t_max) - 1e-9)
+        period, still = 0, amplitude <= _REST
+        if not still:
+            period = next((q for q in range(1, 65) if np.abs(u[q:] - u[:-q]).max() < 1e-6), 0)
+        apart = float(np.ptp(tail[-1]))
+        settles = still and (apart <= _REST or amplitude < 1e-12 or bool(clamped.all()))  # else they creep together
+        if settles or period:
+            break
+    if law.gain == 0.0:
+        settles, ends = False, "stays where it starts"
+    elif settles:
+        ends = "at a clamp" if clamped.all() else "settles" if apart <= _REST else "stands still, not in one place"
+    else:
+        ends = f"cycles, period {period}" if period else "still moving"
+    return {
+        "settles": settles,
+        "amplitude": amplitude,
+        "period": period,
+        "at_clamp": float(np.mean(clamped)),
+        "ends": ends,
+        "tokens": steps,
+    }
 
 
 def study(
@@ -206,7 +227,8 @@ def study(
         entropy.
     findings : list of dict
         Per lag and arm: ``gain``, ``loop_gain``, the checker's ``status`` and ``theorem`` for that gain, and what
-        the trajectories do in the end (``settles``, ``amplitude``, ``period``, ``at_clamp``).
+        the trajectories do in the end (``settles``, ``amplitude``, ``period``, ``at_clamp``; in words ``ends``) after
+        ``tokens`` tokens. All that settle end at one point, or at clamps.
     """
     low, high = math.log(scene.law.t_min), math.log(scene.law.t_max)
     starts = [low + share * (high - low) for share in (0.0, 0.25, 0.45, 0.6, 0.8, 1.0)]

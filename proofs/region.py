@@ -24,8 +24,10 @@ from proofs.check.coupled import vertices
 from proofs.check.small_gain import Coupling, coupling
 from proofs.search.coupled import solve, verified
 from proofs.search.gain import hints as gain_hints
+from proofs.search.gain import steepest
+from proofs.vmax import maximum
 
-__all__ = ["AXES", "OUTCOMES", "SLICES", "around", "cell", "region", "summary"]
+__all__ = ["AXES", "OUTCOMES", "SLICES", "around", "cell", "gain_limits", "region", "summary"]
 
 AXES = {"gain": "gain", "varentropy_min": "v_min", "r": "r", "rho": "rho", "s": "s", "slope": "slope", "share": "share"}
 """Axis -> field of :class:`proofs.check.small_gain.Coupling`."""
@@ -92,6 +94,20 @@ def around(config: RunConfig, vocab_size: int, assumptions: Assumptions) -> Coup
     return c
 
 
+def gain_limits(config: RunConfig, vocab_size: int) -> dict[str, float]:
+    """Return the gains at which u alone starts to repel: ``2/V_max(n)`` and, where it is known, ``2/V* at the target``.
+
+    Parameters
+    ----------
+    config : RunConfig
+        With the ``feedback`` law.
+    vocab_size : int
+    """
+    found = {"2/V_max(n)": 2.0 / float(maximum(vocab_size).upper)}
+    ceiling = steepest(vocab_size, config.loop.temperature.config.target_nats)
+    return found if ceiling is None else {**found, "2/V* at the target": 2.0 / ceiling}
+
+
 def _loop_gain(c: Coupling) -> float:
     """Return slope ((theta to u) s + r): below 1 exactly where small gain holds; inf where u alone does not settle."""
     first = c.theta_to_u()
@@ -122,7 +138,9 @@ def _axis(c: Coupling, name: str, count: int) -> np.ndarray:
     """Return values from the config's past the end of small gain, evenly spaced in logarithms (the gain: itself)."""
     here = float(getattr(c, AXES[name]))
     if name == "gain":
-        high = 1.1 * max(here, 2.0 / float(c.v_max))
+        steep = 2.0 / float(c.v_max)
+        target = min(2.0 / float(c.v_sure), 3.0 * steep) if c.v_sure else 0.0  # so that 2/V* shows, where it is near
+        high = 1.1 * max(here, steep, target)
         return np.linspace(high / count, high, count)
     if name == "share":
         return np.geomspace(0.02, 1.0, count)

@@ -95,6 +95,47 @@ def bank_of(config: RunConfig) -> Bank:
     return load_bank(config.cost.bank, seed=config.seed, prompts=config.cost.bank_prompts)
 
 
+def require_range(bank: Bank, loop: LoopConfig) -> None:
+    """Check that no temperature or theta the laws can ask for lies outside those of a bank.
+
+    Parameters
+    ----------
+    bank : Bank
+    loop : LoopConfig
+
+    Raises
+    ------
+    BadInputError
+        Naming the configuration field, its value and the recorded range.
+    """
+    sampled = bank.temperature  # entropies are tabulated on the grid, texts were sampled at these
+    low = max(float(bank.grid[0]), float(sampled.min()))
+    high = min(float(bank.grid[-1]), float(sampled.max()))
+    law = loop.temperature.config
+    fixed = loop.temperature.name == "fixed" and law.temperature > 0
+    limits = {"temperature": law.temperature} if fixed else {"t_min": law.t_min, "t_max": law.t_max}
+    if law.temperature > 0:
+        for name, value in limits.items():
+            if not low * (1 - _SLACK) <= value <= high * (1 + _SLACK):
+                raise BadInputError(
+                    "outside the temperatures of the entropy bank",
+                    field=f"loop.temperature.{name}",
+                    value=value,
+                    allowed=f"[{low:g}, {high:g}]",
+                    remedy="narrow t_min and t_max or record a wider bank (entropic record --temperatures)",
+                )
+    top = float(bank.theta[-1])
+    for name, value in vars(loop.pruning.config).items():
+        if name.startswith("theta") and isinstance(value, float) and value > top * (1 + _SLACK):
+            raise BadInputError(
+                "beyond the budgets of the entropy bank",
+                field=f"loop.pruning.{name}",
+                value=value,
+                allowed=f"[0, {top:g}] nats",
+                remedy="lower it or record a wider bank",
+            )
+
+
 class BankView:
     """The distributions of one step, as recorded (implements ``LogitView``).
 
@@ -328,32 +369,7 @@ class Trajectories:
         BadInputError
             Naming the configuration field, its value and the recorded range.
         """
-        sampled = self.bank.temperature  # entropies are tabulated on the grid, texts were sampled at these
-        low = max(float(self.bank.grid[0]), float(sampled.min()))
-        high = min(float(self.bank.grid[-1]), float(sampled.max()))
-        law = loop.temperature.config
-        fixed = loop.temperature.name == "fixed" and law.temperature > 0
-        limits = {"temperature": law.temperature} if fixed else {"t_min": law.t_min, "t_max": law.t_max}
-        if law.temperature > 0:
-            for name, value in limits.items():
-                if not low * (1 - _SLACK) <= value <= high * (1 + _SLACK):
-                    raise BadInputError(
-                        "outside the temperatures of the entropy bank",
-                        field=f"loop.temperature.{name}",
-                        value=value,
-                        allowed=f"[{low:g}, {high:g}]",
-                        remedy="narrow t_min and t_max or record a wider bank (entropic record --temperatures)",
-                    )
-        top = float(self.bank.theta[-1])
-        for name, value in vars(loop.pruning.config).items():
-            if name.startswith("theta") and isinstance(value, float) and value > top * (1 + _SLACK):
-                raise BadInputError(
-                    "beyond the budgets of the entropy bank",
-                    field=f"loop.pruning.{name}",
-                    value=value,
-                    allowed=f"[0, {top:g}] nats",
-                    remedy="lower it or record a wider bank",
-                )
+        require_range(self.bank, loop)
 
 
 def _select_columns(

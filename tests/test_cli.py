@@ -365,7 +365,7 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     ),
     "certificate with a claim turned": (
         bad_certificate(lambda text: text.replace('"status": "proved"', '"status": "refuted"', 1)),
-        ["c.json: certificate: claims from 0: [0].status: not what the proof gives (got 'refuted')"],
+        ["c.json: certificate: claims[0] (v-max).status: not what the proof gives (got 'refuted')"],
     ),
     "certificate empty object": (bad_certificate(lambda text: "{}"), ["c.json", "entropic prove"]),
     "certificate of another gain": (

@@ -235,7 +235,7 @@ def test_the_property_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checker that compared nothing would be caught."""
     document = json.loads(certificate_text("unknown"))
     document["claims"][1]["status"] = "proved"
-    with pytest.raises(BadInputError, match=r"claims from 0: \[1\]\.status: not what the proof gives"):
+    with pytest.raises(BadInputError, match=r"claims\[1\] \(gain-lag-1\)\.status: not what the proof gives"):
         check.check(document, BASES["unknown"], N)
     accepted("unknown")
     monkeypatch.setattr(check, "_differs", lambda *_: None)

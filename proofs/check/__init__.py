@@ -186,6 +186,8 @@ def check(certificate: Mapping[str, Any], config: RunConfig, vocab_size: int) ->
     about = subject.describe()
     if certificate["subject"] != digest(about) or _differs(certificate["about"], about, "about"):
         field, value, own = _differs(certificate["about"], about, "about") or ("subject", certificate["subject"], None)
+        if field == "about.vocab_size":
+            raise _other_vocabulary(value, vocab_size)
         has = "" if own is None else f", which has {own!r}"
         raise refuse(field, f"about other laws, limits, lag or vocabulary than this config{has}", value)
     hints = Hints(certificate["hints"])
@@ -196,15 +198,30 @@ def check(certificate: Mapping[str, Any], config: RunConfig, vocab_size: int) ->
     for decide in THEOREMS:  # cheap ones first: an edit is found before the expensive ones are decided
         found = tuple(decide(subject, hints))
         rebuilt = document(subject, hints, found)["claims"]
-        start = len(claims)
-        if wrong := _differs(given[start : start + len(found)], rebuilt, f"claims from {start}: "):
-            raise refuse(wrong[0], "not what the proof gives", wrong[1])
+        for i, new in enumerate(rebuilt, len(claims)):
+            name = f"claims[{i}] ({new['theorem']})"
+            if i >= len(given):
+                raise refuse("claims", f"{name} is missing", len(given))
+            if wrong := _differs(given[i], new, name):
+                raise refuse(wrong[0], "not what the proof gives", wrong[1])
         claims += found
     if len(given) != len(claims):
         raise refuse("claims", "too many", len(given))
     if extra := hints.unread():
         raise refuse("hints." + ", ".join(sorted(extra)), "no theorem reads it")
     return Checked(claims, verdict(subject, claims))
+
+
+def _other_vocabulary(value: object, own: int) -> BadInputError:
+    """Return the error that refuses a certificate about another vocabulary; a run's is that of its entropy bank."""
+    return BadInputError(
+        f"about another vocabulary than the {own:,} tokens of this run (a config's is that of its entropy bank)",
+        where="certificate",
+        field="about.vocab_size",
+        value=value,
+        allowed=str(own),
+        remedy="name a bank of that vocabulary as `cost.bank`, or make it with `entropic prove` without --vocab",
+    )
 
 
 def _assumptions(about: object) -> Assumptions:

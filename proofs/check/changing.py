@@ -147,6 +147,8 @@ def _incremental(subject: Subject, loop: _Loop) -> Claim:
         return Claim(theorem, "unknown", f"phi is flat at errors of {float(error):.4f} nats", numbers)
     q = max(1 - least, loop.swing if loop.lag == 0 else _fourth_root(loop.swing))
     fade = -log(q).hi
+    if fade <= 0:
+        return Claim(theorem, "unknown", "q is too near to 1 for a rate: k V_max is at its limit", numbers)
     halve = -(-log(Fraction(2)).hi // fade) + 2 * loop.lag
     numbers |= {"q": decimal(q, up=True), "time_constant": decimal(1 / fade, up=True, digits=6), "halve": int(halve)}
     unit = "token" if loop.updates == 1 else "step"

@@ -148,6 +148,17 @@ def bounds_of(subject: Subject, hints: Hints) -> Bounds | None:
     return Bounds(v_max_bounds(n, log_odds), here, tail is not None and tail.hi < Fraction(1, 2))
 
 
+def _cost(gain: Fraction, bounds: Bounds, lag: int, drafts: int) -> str:
+    """Say what a gain within 10% of the limit costs: white entropy at V* varies 2 / (2 - g) times as much (lag 0)."""
+    if lag or drafts or bounds.here is None:
+        return ""
+    g = gain * bounds.here.hi
+    if not Fraction(9, 5) <= g < 2:
+        return ""
+    v = float(bounds.here.hi)
+    return f"; near the limit white entropy varies {float(2 / (2 - g)):.3g} times as much (V = {v:.4g})"
+
+
 def claims(subject: Subject, hints: Hints) -> list[Claim]:
     """Decide `v-max` and `gain`."""
     if subject.config.loop.temperature.name != "feedback":
@@ -202,13 +213,15 @@ def decide(subject: Subject, bounds: Bounds | None) -> Claim:
         what = "pushes temperatures apart: high entropy must lower T" if gain < 0 else "does not act at all"
         return Claim(theorem, "refuted", f"gain {parameters.gain!r} {what}", numbers)
     if gain * bounds.v_max.hi < limit:
-        return Claim(theorem, "proved", f"{told}, so k V < {limit}{each} for every logit vector", numbers)
+        reason = f"{told}, so k V < {limit}{each} for every logit vector{_cost(gain, bounds, lag, drafts)}"
+        return Claim(theorem, "proved", reason, numbers)
     if here is not None:
         at = f"at the target {parameters.target_nats!r} nats"
         if local is not None and gain * here.hi < limit:
             reason = (
                 f"{at} no distribution has a varentropy above {float(here.hi):.6f}, so k V < {limit}{each} there: "
                 "frozen logits settle; while they change, two temperatures may move apart"
+                f"{_cost(gain, bounds, lag, drafts)}"
             )
             return Claim("gain-at-target", "proved", reason, numbers)
         repels, when = loop_limit(lag), ""  # no draft is accepted: one update a step

@@ -57,7 +57,10 @@ def claims(subject: Subject, hints: Hints) -> list[Claim]:  # noqa: ARG001
         "longest_wait": found.longest_wait,
         "wait_bound": bound,
     }
-    told = f"B = {pool.max_batch}, W = {pool.wait_limit_steps}, q = {pool.quantum_steps}, chunk {pool.prefill_chunk}"
+    told = (
+        f"the config scaled to a small pool (B = {pool.max_batch}, W = {pool.wait_limit_steps}, "
+        f"q = {pool.quantum_steps}, chunk {pool.prefill_chunk})"
+    )
     if found.fault or found.longest_wait > bound:
         why = found.fault or f"a request waits {found.longest_wait} iterations, the bound is {bound}"
         status = "unknown" if found.fault.startswith("given up") else "refuted"

@@ -11,6 +11,7 @@ widen_after - 1 tokens ago. All of it may vary in time. Source: ours.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -35,7 +36,7 @@ class Coupling:
     v_min, v_max : Fraction
         V_lo, and an upper bound of V_max(n), nats squared.
     v_sure : Fraction
-        A lower bound of V_max(n): some distribution is that sharp.
+        A lower bound of the varentropy of two-level logits with entropy H*, an equilibrium of the target; 0 if none.
     rho, r, s : Fraction
         Assumed bounds of the effects.
     slope : Fraction
@@ -95,8 +96,18 @@ def coupling(subject: Subject, hints: Hints) -> Coupling | None:
     rho, r, s, error, v_min = (
         Fraction(x) for x in (assumed.rho, assumed.r, assumed.s, assumed.error_nats, assumed.varentropy_min)
     )
-    low, high = bounds.v_max
-    return Coupling(Fraction(law.gain), least_share(law, error), v_min, high, low, rho, r, s, slope_of(subject))
+    sure = Fraction(0) if bounds.here is None else bounds.here.lo
+    share = least_share(law, error)
+    return Coupling(Fraction(law.gain), share, v_min, bounds.v_max.hi, sure, rho, r, s, slope_of(subject))
+
+
+def _too_steep(c: Coupling) -> str:
+    """Say why k V_max(n) >= 2 decides nothing where the equilibria of this target are not that steep."""
+    return (
+        f"k V_max(n) = {float(c.gain * c.v_max):.4g} is not below 2, so the linear model at V_max(n) is unstable, but "
+        f"no equilibrium of this target is known to have that varentropy (two-level logits: k V = "
+        f"{float(c.gain * c.v_sure):.4g})"
+    )
 
 
 def slope_of(subject: Subject) -> Fraction:
@@ -139,15 +150,17 @@ def small_gain(subject: Subject, c: Coupling | None) -> Claim:
             return Claim(
                 "small-gain", "not applicable", "V_lo is above V_max(n): no distribution meets the assumptions"
             )
-        if c.gain <= 0 or c.v_min == 0 or c.gain * c.v_sure >= 2:
+        if c.gain <= 0 or c.v_min == 0 or (c.gain * c.v_sure >= 2 and c.v_min <= c.v_sure):
             why = (
                 f"the gain {subject.law.gain!r} does not pull u back"
                 if c.gain <= 0
                 else "V_lo = 0: at V = 0 u stays where it is"
                 if c.v_min == 0
-                else f"k V_max(n) >= {float(c.gain * c.v_sure):.6g}: u alone does not settle where V is largest"
+                else f"k V >= {float(c.gain * c.v_sure):.6g} at two-level logits of entropy H*: u alone does not settle"
             )
             return Claim("small-gain", "refuted", why)
+        if c.gain * c.v_max >= 2:
+            return Claim("small-gain", "unknown", _too_steep(c))
         first = c.theta_to_u()
     elif name in ("fixed", "solve", "damped"):
         first = _stateless_gain(subject)
@@ -176,8 +189,12 @@ def small_gain(subject: Subject, c: Coupling | None) -> Claim:
             "keeps itself up"
         )
         return Claim("small-gain", "refuted", reason, numbers)
-    if c is not None and dwell == 1 and c.gain * c.rho * s * slope >= (2 - c.gain * c.v_sure) * room:
-        return Claim("small-gain", "refuted", "at V = V_max(n) u and theta alternate without dying out", numbers)
+    alternates = c is not None and c.v_min <= c.v_sure and c.gain * c.rho * s * slope >= (2 - c.gain * c.v_sure) * room
+    if c is not None and alternates and dwell == 1:
+        reason = (
+            f"at V = {float(c.v_sure):.4g}, that of two-level logits with entropy H*, u and theta alternate for ever"
+        )
+        return Claim("small-gain", "refuted", reason, numbers)
     return Claim(
         "small-gain", "unknown", "the loop product is not below 1, yet no member is known to keep going", numbers
     )
@@ -200,7 +217,7 @@ def switching_theta(subject: Subject, c: Coupling | None) -> Claim:
         "u_bound": None if first is None else decimal(first * span, up=True),
     }
     if c.gain <= 0 or (c.gain * c.v_sure > 2 and c.v_min <= c.v_sure):
-        why = "does not pull u back" if c.gain <= 0 else f"has k V_max(n) >= {float(c.gain * c.v_sure):.6g}, above 2"
+        why = "does not pull u back" if c.gain <= 0 else f"has k V >= {float(c.gain * c.v_sure):.6g} > 2 at the target"
         return Claim(theorem, "refuted", f"the gain {subject.law.gain!r} {why}: no bound holds", numbers)
     if monotone:
         reason = (
@@ -214,7 +231,15 @@ def switching_theta(subject: Subject, c: Coupling | None) -> Claim:
             "moves within its band; k V_max(n) > 1, so nothing is said of smaller V"
         )
         return Claim(theorem, "proved", reason, numbers)
-    return Claim(theorem, "unknown", "k V_max(n) is above 1, and no least varentropy V_lo <= V_max(n) helps", numbers)
+    why = "k V_max(n) is above 1, and no least varentropy V_lo <= V_max(n) helps"
+    return Claim(theorem, "unknown", _too_steep(c) if c.gain * c.v_max >= 2 else why, numbers)
+
+
+def _above(bound: Fraction) -> float:
+    """Return the least float of four digits above ``bound`` > 0 (more, where four do not tell them apart)."""
+    step = Fraction(10) ** (math.floor(math.log10(bound)) - 3)
+    value = float((bound // step + 1) * step)
+    return value if Fraction(value) > bound else math.nextafter(float(bound), math.inf)
 
 
 def pairing(subject: Subject) -> Claim:
@@ -235,7 +260,8 @@ def pairing(subject: Subject) -> Claim:
     if kappa >= 1:
         reason = (
             f"below V = rho s / r = {float(critical):.4g} nats^2 the relative gain is negative or below 1/2: there "
-            "theta moves the tempered entropy as surely as u does"
+            "theta moves the tempered entropy as surely as u does; proved from "
+            f"`--assume varentropy_min={_above(critical)!r}` on"
         )
         return Claim(theorem, "unknown", reason, numbers)
     numbers |= {

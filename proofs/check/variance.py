@@ -21,6 +21,9 @@ __all__ = ["LIMITS", "ar1_form", "claim", "closed_form_holds", "lyapunov_ratio",
 LIMITS = {0: 2, 1: 1}
 """Observation lag d -> supremum of g = k V for the linear loop, 2 sin(pi / (4 d + 2))."""
 
+_DIGITS = 24
+"""After the point of a varentropy: rounding it must not lift k V over the limit that the gain's own bound keeps."""
+
 _CUTS = {"same": Fraction(1), "cut_15": Fraction(17, 20), "cut_20": Fraction(4, 5)}
 _DEGREES = {0: (5, 4), 1: (7, 6)}
 """Lag -> degrees in g and in phi that neither side of the cross-multiplied identity exceeds (proof book, section 5)."""
@@ -164,10 +167,10 @@ def claim(subject: Subject, bounds: Bounds | None) -> Claim:
     most = varentropy_ceiling(subject.vocab_size) if bounds is None else bounds.v_max.hi
     places = {
         "v_lo": Fraction(subject.assumptions.varentropy_min),
-        "v_max": Fraction(decimal(most, up=True, digits=12)),
+        "v_max": Fraction(decimal(most, up=True, digits=_DIGITS)),
     }
     if bounds is not None and bounds.here is not None:
-        places["target"] = Fraction(decimal(bounds.here.hi, up=True, digits=12))
+        places["target"] = Fraction(decimal(bounds.here.hi, up=True, digits=_DIGITS))
     numbers: dict[str, Any] = {place: _at(subject, v) for place, v in places.items()}
     if lag == 0:
         numbers["any_gain"] = {f"phi_{cut}": _best(_CUTS[cut]) for cut in ("cut_15", "cut_20")}
@@ -175,8 +178,14 @@ def claim(subject: Subject, bounds: Bounds | None) -> Claim:
     here = numbers[place]
     v = float(places[place])
     if here["white_ratio"] is None:
-        reason = f"at V = {v:.4f} k V = {law.gain * v:.4f} is not below {LIMITS[lag]}: no variance is stationary"
-        return Claim("variance", "refuted" if place == "target" else "unknown", reason, numbers)
+        least = Fraction(0) if bounds is None or bounds.here is None else Fraction(law.gain) * bounds.here.lo
+        if least >= LIMITS[lag]:  # the lower bound: an upper one refutes nothing
+            reason = f"at V = {v:.4f} k V = {law.gain * v:.4f} is not below {LIMITS[lag]}: no variance is stationary"
+            return Claim("variance", "refuted", reason, numbers)
+        reason = (
+            f"k V <= {float(Fraction(here['loop_gain'])):.6f} at V <= {v:.4f} is not known to be below {LIMITS[lag]}"
+        )
+        return Claim("variance", "unknown", reason, numbers)
     bands = {cut: float(here[f"phi_{cut}"]["upper"]) for cut in _CUTS}
     reason = (
         f"at V = {v:.4f} (g = k V = {law.gain * v:.4f}) the linear loop multiplies the variance of white entropy, "

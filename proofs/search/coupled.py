@@ -174,7 +174,7 @@ def asked(subject: Subject) -> list[Matrix] | None:
         return None
     known = Hints({name: format_hint(value) for name, value in gain_hints(subject).items()})
     c = coupling(subject, known)
-    if c is None or small_gain(subject, c).status in ("refuted", "not applicable"):
+    if c is None or c.gain * c.v_max >= 2 or small_gain(subject, c).status in ("refuted", "not applicable"):
         return None
     corners = vertices(c)
     return corners if _room(_floats(corners)) > 0 else None

@@ -9,7 +9,7 @@ from proofs.check import Subject
 from proofs.enclosures import Interval
 from proofs.vmax import maximum, two_level
 
-__all__ = ["equilibrium_tail_mass", "hints", "tail_interval"]
+__all__ = ["equilibrium_tail_mass", "hints", "steepest", "tail_interval"]
 
 
 def equilibrium_tail_mass(n: int, target_nats: float) -> float | None:
@@ -24,6 +24,15 @@ def equilibrium_tail_mass(n: int, target_nats: float) -> float | None:
         else:
             high = middle
     return low if 0.0 < low < (n - 1) / n else None
+
+
+def steepest(vocab_size: int, target_nats: float) -> float | None:
+    """Return V_max(n; H*), nats squared, the largest varentropy an equilibrium can have; None where it is not known.
+
+    It is that of two-level logits where their tail mass is below 1/2.
+    """
+    r = equilibrium_tail_mass(vocab_size, target_nats)
+    return two_level(vocab_size, r)[1] if r is not None and r < 0.5 else None
 
 
 def tail_interval(n: int, target_nats: float) -> Interval | None:
