@@ -61,7 +61,24 @@ def check(certificate: Path, config_file: Path | None, *, vocab: int | None, jso
     with placed(certificate):
         size = about["vocab_size"] if vocab is None else vocab
         checked = checker.check(values, config, size)
-    return _tell(checked, json_file, config, about["assumptions"], None)
+    exceeded = [] if config_file is None else _exceeded(config, about["assumptions"])
+    for line in exceeded:
+        say(f"the certificate assumes {line}: claims that rest on it are not about this config's load")
+    status = _tell(checked, json_file, config, about["assumptions"], None)
+    return 1 if exceeded else status
+
+
+def _exceeded(config: RunConfig, assumptions: Mapping[str, Any]) -> list[str]:
+    """Return the assumptions that this config's own workload and cost model go beyond."""
+    implied = need("sim.load_bounds", "sim").assumed(config)
+    out = [
+        f"{name} = {assumptions[name]:.6g}, and the workload and cost model of the config say {value:.6g}"
+        for name, value in implied.items()
+        if value > assumptions[name] * (1 + 1e-9)
+    ]
+    if assumptions["rate_per_s"] > 0 and "rate_per_s" not in implied:
+        out.append(f"Poisson arrivals at {assumptions['rate_per_s']:.6g}/s, and those of the config are no such stream")
+    return out
 
 
 def _warn(config: RunConfig) -> None:

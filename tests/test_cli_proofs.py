@@ -170,3 +170,28 @@ def test_phase_of_a_target_out_of_reach(config: Any, tmp_path: Path) -> None:
     status, shown, error = entropic("phase", run, "--out", tmp_path / "out", "--plant", "recorded")
     assert status == 0, error
     assert "no equilibrium" in shown
+
+
+def test_a_certificate_made_for_a_lighter_load_is_not_passed_off(tmp_path: Path, bank_file: Path) -> None:
+    def write(name: str, kind: str, rate: float) -> Path:
+        path = tmp_path / name
+        path.write_text(
+            f'[cost]\nbank = "{bank_file}"\n[workload]\nkind = "{kind}"\nrate_per_s = {rate}\nn_requests = 50\n'
+        )
+        return path
+
+    light, heavy, regular = (
+        write("a.toml", "poisson", 0.2),
+        write("b.toml", "poisson", 0.3),
+        write("c.toml", "gamma", 0.1),
+    )
+    cert = tmp_path / "cert.json"
+    assert entropic("prove", light, "--out", cert)[0] == 0
+    assert entropic("check", cert, light)[0] == 0
+    status, _, error = entropic("check", cert, heavy)
+    assert status == 1
+    assert "rate_per_s = 0.2" in error
+    assert "0.3" in error
+    status, _, error = entropic("check", cert, regular)
+    assert status == 1
+    assert "Poisson" in error
