@@ -1,7 +1,8 @@
 """Every move of the shipped budget law: the finite automaton behind its dwell time, gone through on the law itself.
 
-The law compares what an entropy asks for with theta and counts; it reads nothing else. So its moves are those from
-(timer, want < = > theta), and levels that realise all three orders at every timer realise them all. Part of the trusted
+The law compares what an entropy asks for with theta and counts; it reads nothing else. So a move is a pair of a timer
+and an order (want < = > theta), and levels that realise all three orders at every timer realise every move. That the
+law reads the order only is read in its code, not checked here. Part of the trusted
 code; comparisons of floats only, no arithmetic. Source: ours.
 """
 

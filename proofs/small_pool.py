@@ -2,9 +2,10 @@
 
 A *run* is fixed by what the batcher does not decide: when each request arrives (any number before a plan, in any
 order), in which order the policy wants the live rows whenever it is asked, and which sampled rows end their text. All
-combinations are followed on the shipped :class:`~entropic_ctl.batching.Batcher`; nothing is modelled. Two states count
-as one if every later decision is the same: request by request in arrival order, with times relative to the step and
-without page and slot numbers, which no decision reads. Part of the trusted code; integers only. Source: ours.
+combinations are followed on the shipped :class:`~entropic_ctl.batching.Batcher`; nothing is modelled. Cancellation is
+not explored. Two states count as one if every later decision is the same: request by request in arrival order, with
+times relative to the step and without page and slot numbers, which no decision reads. Part of the trusted code;
+integers only. Source: ours.
 """
 # ruff: noqa: SLF001 - what is explored is the private state of the batcher
 

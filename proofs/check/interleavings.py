@@ -4,7 +4,8 @@ The shipped batcher itself is run (:mod:`proofs.small_pool`): all arrivals, all 
 of text. The config gives seats, token budget, chunk, N, W and q, scaled down to a pool of four pages of two tokens.
 Found at once: no deadlock (some row runs whenever something is live), no livelock (no state comes back), no leak (pages
 and slots are conserved, none is held in the end), no seat left empty for nothing (work conservation over admissible
-rows), and no wait beyond the bound of `wait`. Source: ours.
+rows), and no wait beyond the bound of `wait`. Requests leave by their limit or an end of text: cancellation is not
+explored. Source: ours.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def claims(subject: Subject, hints: Hints) -> list[Claim]:  # noqa: ARG001
         return [Claim("interleavings", status, f"{told}: {why}", numbers)]
     reason = (
         f"{told}: in all {found.states} states of three requests on {PAGES} pages every run ends within "
-        f"{found.longest} iterations; no deadlock, livelock or leak, no wait above {found.longest_wait} (bound {bound})"
+        f"{found.longest} iterations; no deadlock, livelock or leak, no wait above {found.longest_wait} (bound "
+        f"{bound}); cancellation is not explored"
     )
     return [Claim("interleavings", "proved", reason, numbers)]
