@@ -103,7 +103,7 @@ def rounding_error(n: int, k: int) -> Fraction:
 
 
 def cut(ratio: Fraction, n: int, k: int) -> Interval | None:
-    """Enclose the entropy of the geometric law on n tokens, the last with all that is left, r^(n-1).
+    """Enclose the entropy of the geometric law of ``ratio`` r on n tokens, the last with all that is left, r^(n-1).
 
     What is left is distributed like the whole, so by grouping h = H (1 - r^(n-1)) with H that of the whole law. None
     where it disagrees with the top k: the last token must not be above the cap, r^(n-1) <= (1-r) r^(k-1).
