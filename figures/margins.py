@@ -236,8 +236,8 @@ def draw_coupled(corners: Table, poles: Table, frequency: Table, path: str | os.
                 label=f"V = {end:.4g} nats²",
             )  # fmt: skip
         plane.set_aspect("equal", adjustable="box")
-        plane.set_xlim(-1.45, 1.45)
-        plane.set_ylim(-1.15, 1.3)
+        plane.set_xlim(min(-1.45, 1.1 * float(marks["re"].min())), max(1.45, 1.1 * float(marks["re"].max())))
+        plane.set_ylim(-max(1.15, 1.1 * float(marks["im"].max())), max(1.3, 1.1 * float(marks["im"].max())))
         plane.set_xlabel("Re z")
         plane.set_ylabel("Im z")
         plane.legend(loc="upper left")

@@ -164,6 +164,9 @@ def _locus(config: RunConfig, ema: float, limit: float, most: float) -> dict[str
     import control
 
     g = np.unique(np.concatenate((np.linspace(0.0, max(1.5 * limit, most), 301), np.geomspace(1e-3, 1.0, 60) * limit)))
+    if ema == 1.0:  # where two real poles of z^d (z - 1) + g meet, so that the branches join
+        lags = config.engine.observation_lag, config.engine.observation_lag + 1
+        g = np.union1d(g, [d**d / (d + 1) ** (d + 1) for d in lags if d])
     parts = []
     for lag in (config.engine.observation_lag, config.engine.observation_lag + 1):
         L = loop(config, 1.0, ema=ema, gain=1.0, lag=lag)

@@ -35,6 +35,9 @@ FACTORS = (0.5, 0.95, 1.2)
 _LONG = (3000, 30_000)
 """Tokens after which trajectories must have come to rest; the second where the first did not do."""
 
+_NEAR = 0.01
+"""Distance in u from where it ends, below which a trajectory counts as arrived."""
+
 _REST = 1e-4
 """Range of u, over 64 tokens, and distance from the equilibrium, below which a trajectory is at rest."""
 
@@ -170,8 +173,8 @@ def arms_of(scene: Scene, gain: float, lag: int, gains: Sequence[float] = ()) ->
 def _settles(law: feedback.Config, plant: Plant, starts: Sequence[float], lag: int) -> dict[str, Any]:
     """Say what trajectories do in the end: half the range of the last 64 tokens, its period, the share at a clamp."""
     for steps in _LONG:
-        u = trajectory(feedback.build(law), plant, starts, steps, lag=lag)[0][-128:]
-        tail = u[-64:]
+        path = trajectory(feedback.build(law), plant, starts, steps, lag=lag)[0]
+        u, tail = path[-128:], path[-64:]
         amplitude = float(np.ptp(tail, axis=0).max() / 2)
         clamped = (tail <= math.log(law.t_min) + 1e-9) | (tail >= math.log(law.t_max) - 1e-9)
         period, still = 0, amplitude <= _REST
@@ -181,10 +184,13 @@ def _settles(law: feedback.Config, plant: Plant, starts: Sequence[float], lag: i
         settles = still and (apart <= _REST or amplitude < 1e-12 or bool(clamped.all()))  # else they creep together
         if settles or period:
             break
+    moving = np.flatnonzero(np.abs(path - path[-1]).max(axis=1) > _NEAR)
     if law.gain == 0.0:
         settles, ends = False, "stays where it starts"
     elif settles:
-        ends = "at a clamp" if clamped.all() else "settles" if apart <= _REST else "stands still, not in one place"
+        by = 1 + int(moving[-1]) if moving.size else 0
+        ends = "at a clamp" if clamped.all() else "settles" if apart <= _REST else "stands still, not in one place,"
+        ends += f" by token {by:,}"
     else:
         ends = f"cycles, period {period}" if period else "still moving"
     return {

@@ -141,7 +141,7 @@ def _axis(c: Coupling, name: str, count: int) -> np.ndarray:
         steep = 2.0 / float(c.v_max)
         target = min(2.0 / float(c.v_sure), 3.0 * steep) if c.v_sure else 0.0  # so that 2/V* shows, where it is near
         high = 1.1 * max(here, steep, target)
-        return np.linspace(high / count, high, count)
+        return np.linspace(min(high / count, here), high, count)
     if name == "share":
         return np.geomspace(0.02, 1.0, count)
     low, high = here, here
