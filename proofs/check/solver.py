@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from entropic_ctl.temperature.solve import NEWTON_EVALUATIONS
-from proofs.check.base import Claim, Hints, Subject, decimal
+from proofs.check.base import Claim, Hints, Subject, decimal, rounded
 from proofs.enclosures import log
 
 __all__ = ["Effort", "claims", "effort", "varentropy_ceiling"]
@@ -71,8 +71,8 @@ def claims(subject: Subject, hints: Hints) -> list[Claim]:  # noqa: ARG001
     what = f"tolerance_nats = {law.tolerance_nats!r}"
     if needed is None:
         reason = (
-            f"{what} is finer than what neighbouring float64 temperatures can differ by, {float(resolution):.3g} nats "
-            f"at V = {float(v_bound):.4f}: raise tolerance_nats above it"
+            f"{what} is finer than what neighbouring float64 temperatures can differ by, "
+            f"{rounded(resolution, up=True)} nats at V = {rounded(v_bound, up=True)}: raise tolerance_nats above it"
         )
         return [Claim("solve", "unknown", reason, numbers)]
     if needed > law.max_iterations:

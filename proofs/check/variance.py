@@ -12,7 +12,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from proofs.check.base import Claim, Subject, decimal
+from proofs.check.base import Claim, Subject, decimal, rounded
 from proofs.check.gain import Bounds
 from proofs.check.solver import effort, varentropy_ceiling
 
@@ -202,14 +202,19 @@ def _same_step(subject: Subject) -> Claim:
     if needed is None or needed > law.max_iterations:
         return Claim("variance", "unknown", "the solver may stop short of H*: see theorem solve")
     if subject.config.loop.temperature.name == "solve":
-        numbers = {"ratio": "0", "error_nats": str(Fraction(law.tolerance_nats))}
+        numbers = {"error_ratio": "0", "error_nats": str(Fraction(law.tolerance_nats))}
         reason = f"on every token whose target lies within reach of the clamps |H - H*| <= {law.tolerance_nats!r} nats"
         return Claim("variance", "proved", reason, numbers)
     f, v_lo = Fraction(law.fraction), Fraction(subject.assumptions.varentropy_min)
     worst = (1 - f) * most / ((1 - f) * most + f * min(v_lo, most)) if f < 1 else Fraction(0)
-    numbers = {"ratio": str((1 - f) ** 2), "error_ratio_worst": decimal(worst, up=True)}
+    numbers = {
+        "error_ratio": str(1 - f),
+        "error_ratio_worst": decimal(worst, up=True),
+        "error_nats": str(Fraction(law.tolerance_nats)),
+    }
     reason = (
-        f"f = {law.fraction!r} multiplies the variance about H* by (1-f)^2 = {float((1 - f) ** 2):.6g} where V is the "
-        f"same all the way; with V in [{float(v_lo):g}, {float(most):.4f}] an error by at most {float(worst):.4f}"
+        f"on every token whose target lies within reach of the clamps f = {law.fraction!r} leaves at most "
+        f"{rounded(1 - f, up=True)} of the error at T0 where V is the same all the way, {rounded(worst, up=True)} with "
+        f"V in [{float(v_lo)!r}, {rounded(most, up=True)}], plus the tolerance, {law.tolerance_nats!r} nats"
     )
     return Claim("variance", "proved", reason, numbers)
