@@ -139,8 +139,8 @@ def _incremental(subject: Subject, loop: _Loop) -> Claim:
     if loop.rate and loop.push(error) > loop.rate:
         numbers["error_unlimited_nats"] = decimal(loop.rate / k, up=False)
         why = (
-            f"at errors above {rounded(loop.rate / k, up=True)} nats the rate limit moves both temperatures by the same "
-            "step, so no rate holds for every token"
+            f"at errors above {rounded(loop.rate / k, up=True)} nats the rate limit moves both temperatures by the "
+            "same step, so no rate holds for every token"
         )
         return Claim(theorem, "unknown", why, numbers)
     least = k * slope * v_lo
@@ -155,8 +155,8 @@ def _incremental(subject: Subject, loop: _Loop) -> Claim:
     unit = "token" if loop.updates == 1 else "step"
     reason = (
         f"if V >= {given.varentropy_min!r} between the temperatures{assumed}, two copies fed the same logits come "
-        f"together by q = {rounded(q, up=True)} per {unit}: time constant {rounded(1 / fade, up=True)} {unit}s, half the "
-        f"distance in {int(halve)}"
+        f"together by q = {rounded(q, up=True)} per {unit}: time constant {rounded(1 / fade, up=True)} {unit}s, half "
+        f"the distance in {int(halve)}"
     )
     return Claim(theorem, "proved", reason, numbers)
 
