@@ -87,10 +87,9 @@ def largest_target(n: int) -> float:
 
     def known(x: float) -> bool:
         entropy, varentropy = two_level(n, 1 / (1 + math.exp(x)))
-        below = varentropy + ((x + c) * math.tanh(x / 2) - 2) * (math.log(n) - entropy) >= 0
-        return math.sinh(x) + x + c > 0 and below
+        return varentropy + ((x + c) * math.tanh(x / 2) - 2) * (math.log(n) - entropy) >= 0
 
-    low, high = -c, 0.0
+    low, high = -0.8 * c, 0.0  # not at the uniform distribution itself, which meets its own tangent
     for _ in range(100):
         middle = (low + high) / 2
         low, high = (low, middle) if known(middle) else (middle, high)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from loop_claims import claim, micro
 
 from entropic_ctl.errors import BadInputError
-from proofs import check, enclosures
+from proofs import check, enclosures, theory
 from proofs.check import Assumptions, Hints, Subject, changing, delay, gain, two_level
 from proofs.check.base import decimal, format_hint, rounded
 from proofs.enclosures import Interval
@@ -196,7 +196,8 @@ def test_between_the_bounds_of_wide_evidence_nothing_is_said(factor: float, lag:
 
 def test_a_delay_is_called_unstable_only_where_two_level_logits_surely_are() -> None:
     """Wide evidence, and a target whose largest varentropy is not known: k V of the two-level logits decides."""
-    for k in (0.02, 0.03, 0.05):
+    near = [0.99 * theory.delay_limit(d) / sharp_varentropy(N, 1.5) for d in (2, 3, 5)]
+    for k in (0.02, 0.03, 0.05, *near):
         for target in (1.5, 10.0, 10.3):
             run = micro(gain=k, target_nats=target)
             truth = k * sharp_varentropy(N, target)

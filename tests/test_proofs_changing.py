@@ -326,7 +326,7 @@ def test_any_stationary_entropy_by_its_autocorrelations(lag: int) -> None:
 
 @given(st.sampled_from([0, 1]), st.floats(0.001, 0.999), st.sampled_from([1.0, 0.85, 0.8]))
 def test_the_phi_needed_is_where_the_ratio_is_met(lag: int, share: float, ratio: float) -> None:
-    g = Fraction(share * variance.LIMITS[lag])
+    g = Fraction(share) * gain.loop_limit(lag)
     found = variance.phi_needed(lag, g, Fraction(ratio))
     for end, sign in (("lower", 1), ("upper", -1)):
         above, below = variance.ar1_form(lag, g, Fraction(found[end]))

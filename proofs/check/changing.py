@@ -8,9 +8,7 @@ from typing import Any
 
 from proofs.check import variance
 from proofs.check.base import Claim, Hints, Subject, decimal, rounded
-from proofs.check.gain import SHAPES, Bounds, bounds_of
-from proofs.check.solver import varentropy_ceiling
-from proofs.check.variance import LIMITS
+from proofs.check.gain import SHAPES, Bounds, bounds_of, loop_limit, varentropy_ceiling
 from proofs.enclosures import Interval, exp, log
 
 __all__ = ["claims", "tanh_bounds"]
@@ -69,7 +67,7 @@ class _Loop:
         """Whether two copies fed the same logits are never further apart than at the start."""
         if self.gain >= 0 and (self.swing <= 1 if self.lag == 0 else self.swing < 1):
             return "proved"
-        if self.v_here > 0 and (self.gain < 0 or self.gain * self.v_here > LIMITS[self.lag]):
+        if self.v_here > 0 and (self.gain < 0 or self.gain * self.v_here > loop_limit(self.lag)):
             return "refuted"
         return "unknown"
 
@@ -111,7 +109,7 @@ def _bounded(subject: Subject, loop: _Loop) -> Claim:
 
 
 def _incremental(subject: Subject, loop: _Loop) -> Claim:
-    given, k, limit = subject.assumptions, loop.gain, LIMITS[loop.lag]
+    given, k, limit = subject.assumptions, loop.gain, loop_limit(loop.lag)
     v_lo, theorem = Fraction(given.varentropy_min), "incremental"
     error = loop.error
     assumed = ""

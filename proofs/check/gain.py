@@ -78,6 +78,11 @@ def v_max_bounds(n: int, log_odds: Interval) -> Interval:
     return Interval((a + c.lo) ** 2 / 4 - 1, (b + c.hi) ** 2 / 4 - 1)
 
 
+def varentropy_ceiling(n: int) -> Fraction:
+    """Return ln^2(n-1)/4 + 1, which no varentropy over n tokens exceeds, without a hint (proof book, section 2)."""
+    return log(Fraction(n - 1)).hi ** 2 / 4 + 1
+
+
 def two_level_entropy(n: int, r: Fraction) -> Interval:
     """Enclose the entropy of (1-r, r/(n-1), ...): -(1-r) ln(1-r) - r ln r + r ln(n-1), 0 < r < 1."""
     stay, leave, c = log(1 - r), log(r), log(Fraction(n - 1))
@@ -113,8 +118,8 @@ def is_sharp(n: int, target: Fraction, tail_mass: Interval, here: Interval) -> b
     """Decide whether the two-level distribution with entropy ``target`` has the largest varentropy of all with it.
 
     With x* its log-odds, y = x* + c and g = y tanh(x*/2), the tangent V <= V* + lam (H - H*), lam = g - 2, holds if
-    x* > 0, or if g rises at x* (sinh x* + y > 0) and the uniform distribution lies below: V* + lam (ln n - H*) >= 0.
-    In the tail mass r, tanh(x/2) = 1 - 2 r and sinh x = (1 - 2 r) / (2 r (1 - r)).
+    and only if the uniform distribution lies below it, V* + lam (ln n - H*) >= 0 (proof book, section 3); it does if
+    x* > 0. In the tail mass r, tanh(x*/2) = 1 - 2 r.
 
     Parameters
     ----------
@@ -127,10 +132,9 @@ def is_sharp(n: int, target: Fraction, tail_mass: Interval, here: Interval) -> b
     low, high = tail_mass
     if high < Fraction(1, 2):
         return True
-    least, most = log((1 - high) * (n - 1) / high).lo, log((1 - low) * (n - 1) / low).hi  # of y, which falls in r
-    odd = 1 - 2 * high  # the least tanh(x/2), <= 0
-    rises = odd / (2 * high * (1 - high)) + least > 0  # both terms fall in r
-    return rises and here.lo + (odd * most - 2) * (log(Fraction(n)).hi - target) >= 0
+    most = log((1 - low) * (n - 1) / low).hi  # of y, which falls in r
+    lam = (1 - 2 * high) * most - 2  # the least: 1 - 2 r falls to below 0
+    return here.lo + lam * (log(Fraction(n)).hi - target) >= 0
 
 
 def _float_below(bound: Fraction) -> float:

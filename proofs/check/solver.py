@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from entropic_ctl.temperature.solve import NEWTON_EVALUATIONS
 from proofs.check.base import Claim, Hints, Subject, decimal, rounded
+from proofs.check.gain import varentropy_ceiling
 from proofs.enclosures import log
 
-__all__ = ["Effort", "claims", "effort", "varentropy_ceiling"]
+__all__ = ["Effort", "claims", "effort"]
 
 _CUT = Fraction(1, 10**14)
 """Width, per unit of max(|u|, 1), below which the law takes a bracket for a point; covers rounding of u and T too."""
@@ -31,11 +32,6 @@ class Effort(NamedTuple):
     evaluations: int | None
     v_bound: Fraction
     resolution: Fraction
-
-
-def varentropy_ceiling(n: int) -> Fraction:
-    """Return ln^2(n-1)/4 + 1, which no varentropy over n tokens exceeds, without a hint (proof book, section 2)."""
-    return log(Fraction(n - 1)).hi ** 2 / 4 + 1
 
 
 def effort(subject: Subject) -> Effort:
