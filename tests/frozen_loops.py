@@ -81,8 +81,23 @@ def two_levels(n: int, target: float, at: Array) -> Levels:
     return Levels(gaps, np.broadcast_to([1.0, n - 1.0], gaps.shape), at)
 
 
+def largest_target(n: int) -> float:
+    """Return the largest target whose V_max(n; H*) is known to be the two-level one, by bisection in floats."""
+    c = math.log(n - 1)
+
+    def known(x: float) -> bool:
+        entropy, varentropy = two_level(n, 1 / (1 + math.exp(x)))
+        return varentropy + ((x + c) * math.tanh(x / 2) - 2) * (math.log(n) - entropy) >= 0
+
+    low, high = -0.8 * c, 0.0  # not at the uniform distribution itself, which meets its own tangent
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (low, middle) if known(middle) else (middle, high)
+    return two_level(n, 1 / (1 + math.exp(high)))[0] if n > 2 else math.log(2)
+
+
 def sharp_varentropy(n: int, target: float) -> float:
-    """Return V_max(n; H*) for a target below ln 2 + ln(n-1)/2, in floats."""
+    """Return V_max(n; H*) for a target up to :func:`largest_target`, in floats."""
     tail = equilibrium_tail_mass(n, target)
     assert tail is not None
     return two_level(n, tail)[1]

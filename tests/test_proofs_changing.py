@@ -75,7 +75,7 @@ def test_two_copies_at_the_sharp_target(factor: float, word: str) -> None:
     k = factor * 2 / float(sharp.upper)
     run = make(gain=k, target_nats=sharp.entropy_nats, temperature=1.0, rate_limit=0.0)
     claims = decide(run)
-    assert claims["bounded"].numbers["never_apart"] == word
+    assert claims["bounded"].numbers["never_beyond_start"] == word
     assert claims["incremental"].status == word
     law, view = feedback.build(run.loop.temperature.config), LevelView([sharp.logit, 0.0], [1, N - 1], 2)
     u = np.array([-1e-6, 1e-6])
@@ -202,7 +202,7 @@ def test_drafted_tokens_update_several_times_from_one_temperature() -> None:
     assert found["incremental"].status == "unknown"  # 4 * 0.02 * 27.89 - 1 > 1
     assert found["variance"].status == "unknown"
     found = decide(make(gain=0.01, drafts=3))
-    assert (found["incremental"].status, found["bounded"].numbers["never_apart"]) == ("proved", "proved")
+    assert (found["incremental"].status, found["bounded"].numbers["never_beyond_start"]) == ("proved", "proved")
     assert "step" in found["incremental"].reason
     q, k = float(found["incremental"].numbers["q"]), 0.01 * 27.8904
     rng = np.random.default_rng(0)
@@ -326,7 +326,7 @@ def test_any_stationary_entropy_by_its_autocorrelations(lag: int) -> None:
 
 @given(st.sampled_from([0, 1]), st.floats(0.001, 0.999), st.sampled_from([1.0, 0.85, 0.8]))
 def test_the_phi_needed_is_where_the_ratio_is_met(lag: int, share: float, ratio: float) -> None:
-    g = Fraction(share * variance.LIMITS[lag])
+    g = Fraction(share) * gain.loop_limit(lag)
     found = variance.phi_needed(lag, g, Fraction(ratio))
     for end, sign in (("lower", 1), ("upper", -1)):
         above, below = variance.ar1_form(lag, g, Fraction(found[end]))
@@ -368,8 +368,8 @@ def test_every_status_of_variance() -> None:
     assert decide(make(gain=0.2))["variance"].status == "refuted"  # at the target k V = 3.06
     assert decide(make(gain=0.1))["variance"].numbers["v_max"]["white_ratio"] is None
     assert decide(make("fixed"))["variance"].status == "not applicable"
-    assert decide(make("solve"))["variance"].numbers["ratio"] == "0"
-    assert decide(make("damped", fraction=0.25))["variance"].numbers["ratio"] == "9/16"
+    assert decide(make("solve"))["variance"].numbers["error_ratio"] == "0"
+    assert decide(make("damped", fraction=0.25))["variance"].numbers["error_ratio"] == "3/4"
     assert decide(make("solve", max_iterations=8))["variance"].status == "unknown"
     assert decide(make(gain=0.2), 4)["variance"].status == "proved"
     assert decide(make(gain=5.0, target_nats=9.0), 4)["variance"].status == "unknown"

@@ -222,3 +222,10 @@ def test_the_lead_is_sharp(law: str) -> None:
     else:
         _, H = temper(run, z)
     assert 0.75 < H[0] < 0.7501
+
+
+def test_a_tolerance_a_hair_above_half_the_target_has_no_witness() -> None:
+    """The evidence is wider than what the tolerance accepts below H*/2: nothing is refuted."""
+    assert claim("floor", micro("solve", tolerance_nats=0.75), N).status != "refuted"
+    assert claim("floor", micro("solve", tolerance_nats=math.nextafter(0.75, 1.0)), N).status == "unknown"
+    assert claim("floor", micro("solve", tolerance_nats=0.75 + 1e-6), N).status == "refuted"

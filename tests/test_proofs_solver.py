@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from entropic_ctl import config
 from entropic_ctl.temperature import solve
 from proofs.check import Claim, Hints, Subject
-from proofs.check.solver import claims, effort, varentropy_ceiling
+from proofs.check.gain import varentropy_ceiling
+from proofs.check.solver import claims, effort
 from proofs.vmax import maximum
 
 N = 32_000

@@ -222,3 +222,20 @@ def test_the_gap_of_a_tail_mass_is_the_logit_of_vmax() -> None:
     r = 1 / (1 + math.exp(low) / (N - 1))
     assert two_level_logit(N, r) == pytest.approx(low, rel=1e-12)
     assert high - low < 1e-9
+
+
+def test_no_class_of_logits_is_empty() -> None:
+    """The lead asked for never exceeds the distance within which others must lie; an empty class is not told."""
+    for clamps in ((0.3, 1.6), (0.7, 0.9), (0.5, 1.0), (0.1, 5.0)):
+        for n in (500, 32_000):
+            numbers = claim("target-in-clamps", micro(t_min=clamps[0], t_max=clamps[1]), n).numbers
+            lead = Fraction(numbers["two_level_from"])
+            assert all(Fraction(within) >= lead - Fraction(1, 10**14) for _, within in numbers["within_of_top"])
+    close, wide = (
+        claim("target-in-clamps", micro(t_min=low, t_max=high), 32_000) for low, high in ((0.7, 0.9), (0.3, 1.6))
+    )
+    assert close.numbers["within_of_top"] == []
+    assert close.status == "proved"
+    assert "so do any" not in close.reason
+    assert wide.numbers["within_of_top"]
+    assert "so do any" in wide.reason

@@ -13,6 +13,8 @@ from loop_claims import claim, micro
 
 from entropic_ctl.temperature import feedback
 from proofs import check
+from proofs.check import two_level
+from proofs.enclosures import Interval
 from proofs.phase import logits_plant, trajectory, two_level_plant
 
 N = 32_000
@@ -108,3 +110,18 @@ def test_every_start_off_the_fixed_point_runs_to_a_clamp_at_any_mix_of_lags(
     path = np.concatenate(u)
     assert (np.diff(path) * math.copysign(1, error) >= 0).all()
     assert (path[steps:] == end).all()
+
+
+@pytest.mark.parametrize(("slack", "status"), [(Fraction(1, 10**6), "proved"), (Fraction(2), "unknown")])
+def test_an_error_whose_sign_is_not_sure_decides_nothing(
+    slack: Fraction, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entropies enclosed so widely that the error at a start may have either sign."""
+    exact = two_level.entropy
+
+    def widened(n: int, y: Fraction) -> Interval:
+        found_ = exact(n, y)
+        return Interval(found_.lo - slack, found_.hi + slack)
+
+    monkeypatch.setattr(two_level, "entropy", widened)
+    assert found(gain=-0.05, t_min=0.7, t_max=0.9).status == status

@@ -244,7 +244,8 @@ def _differs(given: object, rebuilt: object, field: str) -> tuple[str, object, o
     if isinstance(rebuilt, list) and isinstance(given, list) and len(given) == len(rebuilt):
         found = (_differs(a, b, f"{field}[{i}]") for i, (a, b) in enumerate(zip(given, rebuilt, strict=True)))
         return next((item for item in found if item is not None), None)
-    return None if type(given) is type(rebuilt) and given == rebuilt else (field, given, rebuilt)
+    same = type(given) is type(rebuilt) and given == rebuilt and repr(given) == repr(rebuilt)  # 0.0 == -0.0
+    return None if same else (field, given, rebuilt)
 
 
 def _check_provenance(given: object) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 from entropic_ctl import fields
 from entropic_ctl.config import RunConfig, resolve
 from entropic_ctl.errors import BadInputError
-from proofs.enclosures import Interval
+from proofs.enclosures import Interval, log
 
-__all__ = ["STATUSES", "Assumptions", "Claim", "Hints", "Subject", "decimal", "format_hint", "refuse"]
+__all__ = ["STATUSES", "Assumptions", "Claim", "Hints", "Subject", "decimal", "format_hint", "refuse", "rounded"]
 
 STATUSES = ("proved", "refuted", "unknown", "not applicable")
 _RATIONAL = re.compile(r"-?[0-9]{1,60}(/[1-9][0-9]{0,59})?")
@@ -78,6 +78,12 @@ class Subject:
     def law(self) -> Any:
         """Parameters of the temperature law."""
         return self.config.loop.temperature.config
+
+    @property
+    def always_drafts(self) -> bool:
+        """Whether no entropy keeps a step from drafting tokens: none over the vocabulary is above ln n."""
+        drafts = self.config.speculation
+        return drafts.draft_tokens > 0 and drafts.draft_below_nats > log(Fraction(self.vocab_size)).hi
 
     def describe(self) -> dict[str, Any]:
         """Return what a certificate says it is about, JSON-able."""
@@ -176,3 +182,14 @@ def decimal(value: Fraction, *, up: bool, digits: int = 15) -> str:
     whole = -((-scaled.numerator) // scaled.denominator) if up else scaled.numerator // scaled.denominator
     sign = "-" if whole < 0 else ""
     return f"{sign}{abs(whole) // 10**digits}.{abs(whole) % 10**digits:0{digits}d}"
+
+
+def rounded(value: Fraction, *, up: bool, figures: int = 6) -> str:
+    """Return a bound for a sentence: ``value`` with at least so many significant figures, rounded ``up`` or down."""
+    if value == 0:
+        return "0"
+    size = abs(value)
+    power = len(str(size // 1)) - 1 if size >= 1 else -len(str(1 / size // 1))
+    if -5 <= power < 15:
+        return decimal(value, up=up, digits=max(1, figures - 1 - power))
+    return f"{decimal(value / Fraction(10) ** power, up=up, digits=figures - 1)}e{power}"

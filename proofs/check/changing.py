@@ -7,10 +7,8 @@ from math import isqrt
 from typing import Any
 
 from proofs.check import variance
-from proofs.check.base import Claim, Hints, Subject, decimal
-from proofs.check.gain import SHAPES, Bounds, bounds_of
-from proofs.check.solver import varentropy_ceiling
-from proofs.check.variance import LIMITS
+from proofs.check.base import Claim, Hints, Subject, decimal, rounded
+from proofs.check.gain import SHAPES, Bounds, bounds_of, loop_limit, varentropy_ceiling
 from proofs.enclosures import Interval, exp, log
 
 __all__ = ["claims", "tanh_bounds"]
@@ -66,10 +64,10 @@ class _Loop:
 
     @property
     def apart(self) -> str:
-        """Whether two copies fed the same logits are never further apart than they were."""
+        """Whether two copies fed the same logits are never further apart than at the start."""
         if self.gain >= 0 and (self.swing <= 1 if self.lag == 0 else self.swing < 1):
             return "proved"
-        if self.v_here > 0 and (self.gain < 0 or self.gain * self.v_here > LIMITS[self.lag]):
+        if self.v_here > 0 and (self.gain < 0 or self.gain * self.v_here > loop_limit(self.lag)):
             return "refuted"
         return "unknown"
 
@@ -96,36 +94,37 @@ def _bounded(subject: Subject, loop: _Loop) -> Claim:
         "step": decimal(step, up=True),
         "error_nats": decimal(loop.error, up=True),
         "width": decimal(loop.width.hi, up=True),
-        "never_apart": loop.apart,
+        "never_beyond_start": loop.apart,
     }
     copies = {
-        "proved": "two temperatures fed the same logits never move apart",
-        "refuted": "two temperatures fed the same logits can move apart",
-        "unknown": "whether two temperatures fed the same logits can move apart is not decided",
+        "proved": "are never further apart than at the start" if loop.lag else "never move apart",
+        "refuted": "can end up further apart than at the start",
+        "unknown": "may end up further apart than at the start: not decided",
     }[loop.apart]
     reason = (
-        f"whatever the logits, T stays in [{law.t_min!r}, {law.t_max!r}] and ln T moves by at most {float(step):.6g} "
-        f"per accepted token; {copies}"
+        f"whatever the logits, T stays in [{law.t_min!r}, {law.t_max!r}] and ln T moves by at most "
+        f"{rounded(step, up=True)} per accepted token; two temperatures fed the same logits {copies}"
     )
     return Claim("bounded", "proved", reason, numbers)
 
 
 def _incremental(subject: Subject, loop: _Loop) -> Claim:
-    given, k, limit = subject.assumptions, loop.gain, LIMITS[loop.lag]
+    given, k, limit = subject.assumptions, loop.gain, loop_limit(loop.lag)
     v_lo, theorem = Fraction(given.varentropy_min), "incremental"
     error = loop.error
     assumed = ""
-    if (loop.scale is not None or loop.rate < loop.push(error)) and Fraction(given.error_nats) < error:
+    if (loop.scale is not None or 0 < loop.rate < loop.push(error)) and Fraction(given.error_nats) < error:
         error, assumed = Fraction(given.error_nats), f" and |H - H*| <= {given.error_nats!r} nats"
     numbers: dict[str, Any] = {"varentropy_min": str(v_lo), "error_nats": decimal(error, up=True)}
     if k <= 0:
-        return Claim(theorem, "refuted", f"gain {subject.law.gain!r} brings no two temperatures together", numbers)
+        does = "moves two temperatures apart until a clamp stops them" if k < 0 else "leaves every distance as it is"
+        return Claim(theorem, "refuted", f"gain {subject.law.gain!r} {does}: no such rate", numbers)
     if loop.apart == "refuted" and v_lo <= loop.v_here:
-        at = f"k V = {float(k * loop.v_here):.6f} > {limit} on two-level logits with the target's entropy"
+        at = f"k V >= {rounded(k * loop.v_here, up=False)} > {limit} on two-level logits with the target's entropy"
         return Claim(theorem, "refuted", f"{at}: temperatures near their equilibrium move apart", numbers)
     if loop.swing >= 1:
         many = f" with {loop.updates} updates a step" if loop.updates > 1 else ""
-        why = f"k V_max = {float(k * loop.v_max):.6f} is not small enough at lag {loop.lag}{many}"
+        why = f"k V_max, up to {rounded(k * loop.v_max, up=True)}, is not small enough at lag {loop.lag}{many}"
         return Claim(theorem, "unknown", why, numbers)
     if v_lo > loop.v_max:
         return Claim(theorem, "unknown", f"no distribution has a varentropy of {given.varentropy_min!r}", numbers)
@@ -138,13 +137,13 @@ def _incremental(subject: Subject, loop: _Loop) -> Claim:
     if loop.rate and loop.push(error) > loop.rate:
         numbers["error_unlimited_nats"] = decimal(loop.rate / k, up=False)
         why = (
-            f"at errors above {float(loop.rate / k):.4f} nats the rate limit moves both temperatures by the same step, "
-            "so no rate holds for every token"
+            f"at errors above {rounded(loop.rate / k, up=True)} nats the rate limit moves both temperatures by the "
+            "same step, so no rate holds for every token"
         )
         return Claim(theorem, "unknown", why, numbers)
     least = k * slope * v_lo
     if least < Fraction(1, 10**12):
-        return Claim(theorem, "unknown", f"phi is flat at errors of {float(error):.4f} nats", numbers)
+        return Claim(theorem, "unknown", f"phi is flat at errors of {rounded(error, up=False)} nats", numbers)
     q = max(1 - least, loop.swing if loop.lag == 0 else _fourth_root(loop.swing))
     fade = -log(q).hi
     if fade <= 0:
@@ -154,8 +153,8 @@ def _incremental(subject: Subject, loop: _Loop) -> Claim:
     unit = "token" if loop.updates == 1 else "step"
     reason = (
         f"if V >= {given.varentropy_min!r} between the temperatures{assumed}, two copies fed the same logits come "
-        f"together by q = {float(q):.6f} per {unit}: time constant {float(1 / fade):.1f} {unit}s, half the distance "
-        f"in {int(halve)}"
+        f"together by q = {rounded(q, up=True)} per {unit}: time constant {rounded(1 / fade, up=True)} {unit}s, half "
+        f"the distance in {int(halve)}"
     )
     return Claim(theorem, "proved", reason, numbers)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from proofs.check.base import Claim, Hints, Subject, decimal
+from proofs.check.base import Claim, Hints, Subject, decimal, rounded
 from proofs.check.gain import bounds_of
 from proofs.check.two_level import idle
 from proofs.enclosures import Interval
@@ -43,25 +43,31 @@ def _decide(subject: Subject, hints: Hints) -> Claim:
         return Claim(_THEOREM, "unknown", "no theorem covers a lag together with drafted tokens")
     here = bounds.here
     loop = _scaled(gain, here if here is not None and bounds.sharp else bounds.v_max)
-    told = f"k V {f'({drafts} + 1) ' if drafts else ''}<= {float(loop.hi):.6f} at any equilibrium with this target"
+    told = (
+        f"k V {f'({drafts} + 1) ' if drafts else ''}<= {rounded(loop.hi, up=True)} at any equilibrium with this target"
+    )
     weight = min(Fraction(1), 4 / (2 + loop.hi))
     numbers: dict[str, object] = {"loop_gain_at_most": decimal(loop.hi, up=True)}
     if lag == 0 and not drafts:
         numbers["ema_weight_below"] = decimal(weight, up=False)
-    smooth = f"; an EMA of weight below {float(weight):.4f} keeps it stable" if weight < 1 and not drafts else ""
+    smooth = (
+        f"; an EMA of weight below {rounded(weight, up=False)} keeps it stable" if weight < 1 and not drafts else ""
+    )
     if not _stable(loop.hi, lag):
-        if here is None or _stable(_scaled(gain, here).lo, lag):
+        one, surely = gain / (1 + drafts), subject.always_drafts
+        if here is None or _stable(_scaled(gain if surely else one, here).lo, lag):
             return Claim(_THEOREM, "unknown", told, numbers)
-        factor = f" times {drafts + 1} updates on one u" if drafts else ""
+        factor = f" times {drafts + 1} updates on one u" if surely else ""
         reason = (
-            f"k V = {float(gain / (1 + drafts) * here.lo):.6f}{factor} at two-level logits with entropy H*: "
+            f"k V >= {rounded(one * here.lo, up=False)}{factor} at two-level logits with entropy H*: "
             f"the linear loop is unstable at delay {lag}"
         )
         return Claim(_THEOREM, "refuted", reason + (smooth if lag == 0 else ""), numbers)
     if drafts:
         return Claim(_THEOREM, "proved", f"{told}: stable even when every draft is accepted", numbers)
     most, anywhere = _most(loop.hi, lag), _most(_scaled(gain, bounds.v_max).hi, lag)
-    first = None if most == lag + _MOST or _stable(loop.lo, most + 1) else most + 1
+    first = None if here is None else _most(_scaled(gain, here).lo, lag) + 1  # two-level logits have at least this V
+    first = None if first is None or first > lag + _MOST else first
     everywhere = None if anywhere < lag else anywhere
     numbers |= {"stable_to_delay": most, "unstable_from_delay": first, "stable_to_delay_every_target": everywhere}
     more = f"{'at least ' if most == lag + _MOST else ''}{most - lag}"

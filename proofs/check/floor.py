@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 from proofs.check import two_level
-from proofs.check.base import Claim, Hints, Subject, decimal
+from proofs.check.base import Claim, Hints, Subject, decimal, rounded
 from proofs.check.solver import effort
 from proofs.enclosures import Interval, exp, log
 
@@ -53,7 +53,8 @@ def _feedback(subject: Subject, floor: Fraction, y: Interval | None, numbers: di
         numbers |= {"temperature": str(start), "logit": str(start * y.hi)}
         reason = (
             f"gain {law.gain!r} never raises T when entropy is low: frozen logits (L, 0, ...), "
-            f"L = {float(start * y.hi):.4f}, lie below {h:.4g} nats at T = {law.temperature:g} and for ever after"
+            f"L = {rounded(start * y.hi, up=True)}, lie below {h:.4g} nats at T = {law.temperature:g} and for ever "
+            "after"
         )
         return Claim(_THEOREM, "refuted", reason, numbers)
     moved = two_level.push(law, Interval(floor, floor))  # H* - h = h
@@ -78,7 +79,7 @@ def _same_step(subject: Subject, floor: Fraction, y: Interval | None, numbers: d
         numbers |= {"temperature": str(start), "logit": str(start * y.hi)}
         reason = (
             f"the tolerance {law.tolerance_nats:g} accepts an entropy below {float(floor):.4g} nats at T0, as of "
-            f"logits (L, 0, ...), L = {float(start * y.hi):.4f}"
+            f"logits (L, 0, ...), L = {rounded(start * y.hi, up=True)}"
         )
         return Claim(_THEOREM, "refuted", reason, numbers)
     needed = effort(subject).evaluations
@@ -99,7 +100,9 @@ def _lost(y: Interval | None, highest: Fraction) -> dict[str, str]:
 
 def _told(numbers: dict[str, Any]) -> str:
     lead = numbers.get("lost_from_lead")
-    return "" if lead is None else f"; a top token that leads by {float(lead):.4f} keeps it below {_h(numbers)} anyway"
+    if lead is None:
+        return ""
+    return f"; a top token that leads by {rounded(Fraction(lead), up=True)} keeps it below {_h(numbers)} anyway"
 
 
 def _h(numbers: dict[str, Any]) -> str:

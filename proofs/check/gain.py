@@ -7,8 +7,8 @@
   2 / (d + 1) at lag 0 (V_max(n; H*) will do), 2 / (d + 2) at lag 1;
 - ``stateless``: the law feeds back no past error; ``pinned``: both clamps are equal, u never moves.
 
-V_max(n; H*) is the largest varentropy of a distribution with entropy H*; for H* < ln 2 + ln(n-1)/2 that is the
-two-level one, so the bound is sharp there. Source: ours.
+V_max(n; H*) is the largest varentropy of a distribution with entropy H*. Where :func:`is_sharp` (H* < ln 2 + ln(n-1)/2,
+and well beyond) that is the two-level one, which exists, so there the bound is sharp. Source: ours.
 """
 
 from __future__ import annotations
@@ -18,10 +18,21 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from entropic_ctl import registry
-from proofs.check.base import Claim, Hints, Subject, decimal, refuse
+from proofs.check.base import Claim, Hints, Subject, decimal, refuse, rounded
 from proofs.enclosures import Interval, exp, log
 
-__all__ = ["LAGS", "Bounds", "at_target", "bounds_of", "claims", "decide", "gain_ceiling", "loop_limit", "v_max_bounds"]
+__all__ = [
+    "LAGS",
+    "Bounds",
+    "at_target",
+    "bounds_of",
+    "claims",
+    "decide",
+    "gain_ceiling",
+    "is_sharp",
+    "loop_limit",
+    "v_max_bounds",
+]
 
 SHAPES = ("linear", "tanh")
 """Error shapes phi the theorems cover: odd, non-decreasing, slope in (0, 1], slope 1 at 0."""
@@ -67,6 +78,11 @@ def v_max_bounds(n: int, log_odds: Interval) -> Interval:
     return Interval((a + c.lo) ** 2 / 4 - 1, (b + c.hi) ** 2 / 4 - 1)
 
 
+def varentropy_ceiling(n: int) -> Fraction:
+    """Return ln^2(n-1)/4 + 1, which no varentropy over n tokens exceeds, without a hint (proof book, section 2)."""
+    return log(Fraction(n - 1)).hi ** 2 / 4 + 1
+
+
 def two_level_entropy(n: int, r: Fraction) -> Interval:
     """Enclose the entropy of (1-r, r/(n-1), ...): -(1-r) ln(1-r) - r ln r + r ln(n-1), 0 < r < 1."""
     stay, leave, c = log(1 - r), log(r), log(Fraction(n - 1))
@@ -96,6 +112,29 @@ def at_target(n: int, target: Fraction, tail_mass: Interval, name: str = "tail_m
     most = max(ends) if high <= Fraction(1, 2) or low >= Fraction(1, 2) else Fraction(1, 4)
     least = max(Fraction(0), log((1 - high) * (n - 1) / high).lo)
     return Interval(min(ends) * least**2, most * log((1 - low) * (n - 1) / low).hi ** 2)
+
+
+def is_sharp(n: int, target: Fraction, tail_mass: Interval, here: Interval) -> bool:
+    """Decide whether the two-level distribution with entropy ``target`` has the largest varentropy of all with it.
+
+    With x* its log-odds, y = x* + c and g = y tanh(x*/2), the tangent V <= V* + lam (H - H*), lam = g - 2, holds if
+    and only if the uniform distribution lies below it, V* + lam (ln n - H*) >= 0 (proof book, section 3); it does if
+    x* > 0. In the tail mass r, tanh(x*/2) = 1 - 2 r.
+
+    Parameters
+    ----------
+    n : int
+    target : Fraction
+        H*, nats.
+    tail_mass, here : Interval
+        Of that distribution, and of its varentropy, as verified by :func:`at_target`.
+    """
+    low, high = tail_mass
+    if high < Fraction(1, 2):
+        return True
+    most = log((1 - low) * (n - 1) / low).hi  # of y, which falls in r
+    lam = (1 - 2 * high) * most - 2  # the least: 1 - 2 r falls to below 0
+    return here.lo + lam * (log(Fraction(n)).hi - target) >= 0
 
 
 def _float_below(bound: Fraction) -> float:
@@ -130,7 +169,7 @@ class Bounds:
     here : Interval or None
         Of the varentropy of the two-level distribution with the target's entropy.
     sharp : bool
-        That varentropy is V_max(n; H*): its tail mass is below 1/2 (H* < ln 2 + ln(n-1)/2).
+        That varentropy is V_max(n; H*).
     """
 
     v_max: Interval
@@ -144,8 +183,10 @@ def bounds_of(subject: Subject, hints: Hints) -> Bounds | None:
     log_odds, tail = hints.interval("log_odds"), hints.interval("tail_mass")
     if log_odds is None:
         return None
-    here = None if tail is None else at_target(n, Fraction(subject.law.target_nats), tail)
-    return Bounds(v_max_bounds(n, log_odds), here, tail is not None and tail.hi < Fraction(1, 2))
+    target = Fraction(subject.law.target_nats)
+    here = None if tail is None else at_target(n, target, tail)
+    sharp = tail is not None and here is not None and is_sharp(n, target, tail, here)
+    return Bounds(v_max_bounds(n, log_odds), here, sharp)
 
 
 def _cost(gain: Fraction, bounds: Bounds, lag: int, drafts: int) -> str:
@@ -155,8 +196,8 @@ def _cost(gain: Fraction, bounds: Bounds, lag: int, drafts: int) -> str:
     g = gain * bounds.here.hi
     if not Fraction(9, 5) <= g < 2:
         return ""
-    v = float(bounds.here.hi)
-    return f"; near the limit white entropy varies {float(2 / (2 - g)):.3g} times as much (V = {v:.4g})"
+    factor, v = rounded(2 / (2 - g), up=True, figures=3), rounded(bounds.here.hi, up=True)
+    return f"; near the limit white entropy varies up to {factor} times as much (V <= {v})"
 
 
 def claims(subject: Subject, hints: Hints) -> list[Claim]:
@@ -169,7 +210,9 @@ def claims(subject: Subject, hints: Hints) -> list[Claim]:
         return [gain]
     low, high = bounds.v_max
     numbers = {"lower": decimal(low, up=False), "upper": decimal(high, up=True)}
-    reason = f"no distribution over {subject.vocab_size:,} tokens has a varentropy above {float(high):.6f} nats^2"
+    reason = (
+        f"no distribution over {subject.vocab_size:,} tokens has a varentropy above {rounded(high, up=True)} nats^2"
+    )
     return [Claim("v-max", "proved", reason, numbers), gain]
 
 
@@ -208,7 +251,7 @@ def decide(subject: Subject, bounds: Bounds | None) -> Claim:
         "limit": anywhere if local is None else max(anywhere, local),
     }
     each = f" with up to {drafts + 1} updates a step" if drafts else ""
-    told = f"k = {parameters.gain!r}, V_max({n}) <= {float(bounds.v_max.hi):.6f}"
+    told = f"k = {parameters.gain!r}, V_max({n}) <= {rounded(bounds.v_max.hi, up=True)}"
     if gain <= 0:
         what = "pushes temperatures apart: high entropy must lower T" if gain < 0 else "does not act at all"
         return Claim(theorem, "refuted", f"gain {parameters.gain!r} {what}", numbers)
@@ -219,18 +262,18 @@ def decide(subject: Subject, bounds: Bounds | None) -> Claim:
         at = f"at the target {parameters.target_nats!r} nats"
         if local is not None and gain * here.hi < limit:
             reason = (
-                f"{at} no distribution has a varentropy above {float(here.hi):.6f}, so k V < {limit}{each} there: "
-                "frozen logits settle; while they change, two temperatures may move apart"
+                f"{at} no distribution has a varentropy above {rounded(here.hi, up=True)}, so k V < {limit}{each} "
+                "there: frozen logits settle; while they change, two temperatures may move apart"
                 f"{_cost(gain, bounds, lag, drafts)}"
             )
             return Claim("gain-at-target", "proved", reason, numbers)
         repels, when = loop_limit(lag), ""  # no draft is accepted: one update a step
-        if lag == 0 and gain * here.lo <= repels and config.speculation.draft_below_nats > log(Fraction(n)).hi:
+        if lag == 0 and gain * here.lo <= repels and subject.always_drafts:
             repels, when = limit, " if every draft is accepted"
         if gain * here.lo > repels:
             reason = (
-                f"{at} two-level logits (L, 0, ..., 0) have varentropy {float(here.lo):.6f}, "
-                f"k V = {float(gain * here.lo):.6f} > {repels}: their equilibrium repels{when}"
+                f"{at} two-level logits (L, 0, ..., 0) have varentropy V >= {rounded(here.lo, up=False)}, "
+                f"k V >= {rounded(gain * here.lo, up=False)} > {repels}: their equilibrium repels{when}"
             )
             return Claim(theorem, "refuted", reason, numbers)
     return Claim(

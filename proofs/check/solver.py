@@ -6,10 +6,11 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from entropic_ctl.temperature.solve import NEWTON_EVALUATIONS
-from proofs.check.base import Claim, Hints, Subject, decimal
+from proofs.check.base import Claim, Hints, Subject, decimal, rounded
+from proofs.check.gain import varentropy_ceiling
 from proofs.enclosures import log
 
-__all__ = ["Effort", "claims", "effort", "varentropy_ceiling"]
+__all__ = ["Effort", "claims", "effort"]
 
 _CUT = Fraction(1, 10**14)
 """Width, per unit of max(|u|, 1), below which the law takes a bracket for a point; covers rounding of u and T too."""
@@ -31,11 +32,6 @@ class Effort(NamedTuple):
     evaluations: int | None
     v_bound: Fraction
     resolution: Fraction
-
-
-def varentropy_ceiling(n: int) -> Fraction:
-    """Return ln^2(n-1)/4 + 1, which no varentropy over n tokens exceeds, without a hint (proof book, section 2)."""
-    return log(Fraction(n - 1)).hi ** 2 / 4 + 1
 
 
 def effort(subject: Subject) -> Effort:
@@ -71,8 +67,8 @@ def claims(subject: Subject, hints: Hints) -> list[Claim]:  # noqa: ARG001
     what = f"tolerance_nats = {law.tolerance_nats!r}"
     if needed is None:
         reason = (
-            f"{what} is finer than what neighbouring float64 temperatures can differ by, {float(resolution):.3g} nats "
-            f"at V = {float(v_bound):.4f}: raise tolerance_nats above it"
+            f"{what} is finer than what neighbouring float64 temperatures can differ by, "
+            f"{rounded(resolution, up=True)} nats at V = {rounded(v_bound, up=True)}: raise tolerance_nats above it"
         )
         return [Claim("solve", "unknown", reason, numbers)]
     if needed > law.max_iterations:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from proofs.check import two_level
-from proofs.check.base import Claim, Hints, Subject, decimal
+from proofs.check.base import Claim, Hints, Subject, decimal, rounded
 from proofs.enclosures import Interval, exp, log
 
 __all__ = ["claims"]
@@ -67,14 +67,20 @@ def _inside(subject: Subject, hints: Hints, target: Fraction, power: Interval) -
     if least > most:
         return Claim(_INSIDE, "not applicable", "the clamps are equal, or as good as equal: T cannot meet a target")
     within = [
-        (j, decimal(high * log((j - 1) / (power.hi - 1)).lo, up=False))
+        (j, decimal(reach, up=False))
         for j in sorted({10, 100, 1000, n})
         if power.hi < j <= n
+        and (reach := high * log((j - 1) / (power.hi - 1)).lo) >= least  # else none has both the lead and the company
     ]
+    more = (
+        f"; so do any whose top token leads by {rounded(least, up=True)} with {within[-1][0] - 1:,} others within "
+        f"{rounded(Fraction(within[-1][1]), up=False)}"
+        if within
+        else ""
+    )
     reason = (
-        f"logits (L, 0, ...), L > 0, meet H* inside the clamps from L = {float(least):.4f} to {float(most):.4f} and "
-        f"nowhere else; so do any whose top token leads by {float(least):.4f} with {within[-1][0] - 1:,} others within "
-        f"{float(within[-1][1]):.4f}"
+        f"logits (L, 0, ...), L > 0, meet H* inside the clamps from L = {rounded(least, up=True)} to "
+        f"{rounded(most, up=False)} and nowhere else{more}"
     )
     numbers = {
         "tempered_gap": [decimal(y.lo, up=False), decimal(y.hi, up=True)],

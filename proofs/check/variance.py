@@ -12,14 +12,11 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from proofs.check.base import Claim, Subject, decimal
-from proofs.check.gain import Bounds
-from proofs.check.solver import effort, varentropy_ceiling
+from proofs.check.base import Claim, Subject, decimal, rounded
+from proofs.check.gain import Bounds, loop_limit, varentropy_ceiling
+from proofs.check.solver import effort
 
-__all__ = ["LIMITS", "ar1_form", "claim", "closed_form_holds", "lyapunov_ratio", "phi_needed"]
-
-LIMITS = {0: 2, 1: 1}
-"""Observation lag d -> supremum of g = k V for the linear loop, 2 sin(pi / (4 d + 2))."""
+__all__ = ["ar1_form", "claim", "closed_form_holds", "lyapunov_ratio", "phi_needed"]
 
 _DIGITS = 24
 """After the point of a varentropy: rounding it must not lift k V over the limit that the gain's own bound keeps."""
@@ -90,7 +87,7 @@ def closed_form_holds(lag: int) -> bool:
     4 phi (2-g)(1-(1-g) phi) = (1+phi)^2 - (2 phi g - (3 phi - 1))^2, from which the best gain follows.
     """
     in_g, in_phi = _DEGREES[lag]
-    for g in (Fraction(LIMITS[lag] * i, in_g + 2) for i in range(1, in_g + 2)):
+    for g in (loop_limit(lag) * i / (in_g + 2) for i in range(1, in_g + 2)):
         for phi in (Fraction(2 * j, in_phi + 2) - 1 for j in range(1, in_phi + 2)):
             above, below = ar1_form(lag, g, phi)
             if lyapunov_ratio(lag, g, phi) * below != above:
@@ -140,7 +137,7 @@ def _best(ratio: Fraction) -> dict[str, str]:
 def _at(subject: Subject, varentropy: Fraction) -> dict[str, Any]:
     lag, g = subject.config.engine.observation_lag, Fraction(subject.law.gain) * varentropy
     found: dict[str, Any] = {"varentropy": str(varentropy), "loop_gain": decimal(g, up=True)}
-    if not 0 < g < LIMITS[lag]:
+    if not 0 < g < loop_limit(lag):
         return found | {"white_ratio": None}
     above, below = ar1_form(lag, g, Fraction(0))
     found["white_ratio"] = decimal(above / below, up=True)
@@ -176,21 +173,25 @@ def claim(subject: Subject, bounds: Bounds | None) -> Claim:
         numbers["any_gain"] = {f"phi_{cut}": _best(_CUTS[cut]) for cut in ("cut_15", "cut_20")}
     place = "target" if "target" in places else "v_max"
     here = numbers[place]
-    v = float(places[place])
     if here["white_ratio"] is None:
         least = Fraction(0) if bounds is None or bounds.here is None else Fraction(law.gain) * bounds.here.lo
-        if least >= LIMITS[lag]:  # the lower bound: an upper one refutes nothing
-            reason = f"at V = {v:.4f} k V = {law.gain * v:.4f} is not below {LIMITS[lag]}: no variance is stationary"
+        if least >= loop_limit(lag):  # the lower bound: an upper one refutes nothing
+            reason = f"k V >= {rounded(least, up=False)} is not below {loop_limit(lag)}: no variance is stationary"
             return Claim("variance", "refuted", reason, numbers)
         reason = (
-            f"k V <= {float(Fraction(here['loop_gain'])):.6f} at V <= {v:.4f} is not known to be below {LIMITS[lag]}"
+            f"k V <= {rounded(Fraction(here['loop_gain']), up=True)} at V <= {rounded(places[place], up=True)} is not "
+            f"known to be below {loop_limit(lag)}"
         )
         return Claim("variance", "unknown", reason, numbers)
-    bands = {cut: float(here[f"phi_{cut}"]["upper"]) for cut in _CUTS}
+    bands = {cut: rounded(Fraction(here[f"phi_{cut}"]["upper"]), up=True, figures=4) for cut in _CUTS}
+    same = rounded(Fraction(here["phi_same"]["lower"]), up=False, figures=4)
+    v, g, white = (
+        rounded(x, up=True) for x in (places[place], *(Fraction(here[x]) for x in ("loop_gain", "white_ratio")))
+    )
     reason = (
-        f"at V = {v:.4f} (g = k V = {law.gain * v:.4f}) the linear loop multiplies the variance of white entropy, "
-        f"about the mean of one sequence, by {float(here['white_ratio']):.4f}; AR(1) entropy, phi >= 0, varies less "
-        f"only above phi = {bands['same']:.4f}, by 15% from {bands['cut_15']:.4f}, by 20% from {bands['cut_20']:.4f}"
+        f"at V = {v} (g = k V = {g}) the linear loop multiplies the variance of white entropy, about the mean of one "
+        f"sequence, by at most {white}; AR(1) entropy, phi >= 0, varies less only above phi = {same}, by 15% from "
+        f"{bands['cut_15']}, by 20% from {bands['cut_20']}"
     )
     return Claim("variance", "proved", reason, numbers)
 
@@ -202,14 +203,19 @@ def _same_step(subject: Subject) -> Claim:
     if needed is None or needed > law.max_iterations:
         return Claim("variance", "unknown", "the solver may stop short of H*: see theorem solve")
     if subject.config.loop.temperature.name == "solve":
-        numbers = {"ratio": "0", "error_nats": str(Fraction(law.tolerance_nats))}
+        numbers = {"error_ratio": "0", "error_nats": str(Fraction(law.tolerance_nats))}
         reason = f"on every token whose target lies within reach of the clamps |H - H*| <= {law.tolerance_nats!r} nats"
         return Claim("variance", "proved", reason, numbers)
     f, v_lo = Fraction(law.fraction), Fraction(subject.assumptions.varentropy_min)
     worst = (1 - f) * most / ((1 - f) * most + f * min(v_lo, most)) if f < 1 else Fraction(0)
-    numbers = {"ratio": str((1 - f) ** 2), "error_ratio_worst": decimal(worst, up=True)}
+    numbers = {
+        "error_ratio": str(1 - f),
+        "error_ratio_worst": decimal(worst, up=True),
+        "error_nats": str(Fraction(law.tolerance_nats)),
+    }
     reason = (
-        f"f = {law.fraction!r} multiplies the variance about H* by (1-f)^2 = {float((1 - f) ** 2):.6g} where V is the "
-        f"same all the way; with V in [{float(v_lo):g}, {float(most):.4f}] an error by at most {float(worst):.4f}"
+        f"on every token whose target lies within reach of the clamps f = {law.fraction!r} leaves at most "
+        f"{rounded(1 - f, up=True)} of the error at T0 where V is the same all the way, {rounded(worst, up=True)} with "
+        f"V in [{float(v_lo)!r}, {rounded(most, up=True)}], plus the tolerance, {law.tolerance_nats!r} nats"
     )
     return Claim("variance", "proved", reason, numbers)

@@ -6,6 +6,7 @@ import math
 from fractions import Fraction
 
 from proofs.check import Subject
+from proofs.check.gain import at_target, is_sharp
 from proofs.enclosures import Interval
 from proofs.vmax import maximum, two_level
 
@@ -29,10 +30,14 @@ def equilibrium_tail_mass(n: int, target_nats: float) -> float | None:
 def steepest(vocab_size: int, target_nats: float) -> float | None:
     """Return V_max(n; H*), nats squared, the largest varentropy an equilibrium can have; None where it is not known.
 
-    It is that of two-level logits where their tail mass is below 1/2.
+    It is that of two-level logits wherever the checker can prove that.
     """
-    r = equilibrium_tail_mass(vocab_size, target_nats)
-    return two_level(vocab_size, r)[1] if r is not None and r < 0.5 else None
+    r, tail = equilibrium_tail_mass(vocab_size, target_nats), tail_interval(vocab_size, target_nats)
+    if r is None or tail is None:
+        return None
+    target = Fraction(target_nats)
+    sharp = is_sharp(vocab_size, target, tail, at_target(vocab_size, target, tail))
+    return two_level(vocab_size, r)[1] if sharp else None
 
 
 def tail_interval(n: int, target_nats: float) -> Interval | None:
