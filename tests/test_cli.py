@@ -198,12 +198,14 @@ def test_prove_and_check_agree_and_fit_80_columns(
     for command in (("prove", run, "--out", cert, "--vocab", 32_000), ("check", cert), ("check", cert, run)):
         found, out, err = entropic(*command, "--json", tmp_path / "j.json")
         assert (found, err) == (status, "") if command[0] == "check" else found == status, err
-        outputs.append((out, json.loads((tmp_path / "j.json").read_text())["verdict"]))
+        assert max(map(len, out.splitlines())) <= 80
+        claims, _, rest = out.partition("assumptions, part of every claim:")  # where they come from only prove knows
+        end = rest.partition("temperature loop: ")[2]
+        outputs.append((claims, end, json.loads((tmp_path / "j.json").read_text())["verdict"]))
     assert outputs[0] == outputs[1] == outputs[2]
-    out, verdict = outputs[0]
-    assert f"temperature loop: {said}" in out
-    assert max(map(len, out.splitlines())) <= 80
-    assert repr(verdict["limit"]) in out
+    _, end, verdict = outputs[0]
+    assert end.startswith(said)
+    assert repr(verdict["limit"]) in end
 
 
 def test_a_proof_that_is_refused_is_not_written(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +376,7 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     ),
     "certificate of another vocabulary": (
         lambda make, tmp: (*bad_certificate(lambda text: text)(make, tmp), "--vocab", VOCAB + 1),
-        ["c.json: certificate: about.vocab_size", f"which has {VOCAB + 1} (got {VOCAB})"],
+        ["c.json: certificate: about.vocab_size", f"(got {VOCAB}); allowed: {VOCAB + 1}"],
     ),
     "certificate refutes the gain": (
         refuted_gain,
@@ -522,7 +524,7 @@ def test_a_reader_that_goes_away_costs_neither_the_json_nor_the_exit_status(conf
     done = process("simulate", config(), "--json", tmp_path / "s.json", stdout=out)
     os.close(out)
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert [line for line in done.stderr.splitlines() if not line.startswith("[")] == []  # progress, if it was slow
     assert json.loads((tmp_path / "s.json").read_text())["summary"]["requests_in"] == 5
 
 
