@@ -152,7 +152,7 @@ def test_phase_with_given_gains_one_lag_and_no_budget(config: Any, tmp_path: Pat
         (("--gain", "50"), "gain"),
         (("--lag", "2"), "lag"),
         (("--plant", "other"), "plant"),
-        (("--model-entropy", "-1"), "model entropy"),
+        (("--model-entropy", "-1"), "--model-entropy"),
     ],
 )
 def test_phase_refuses_what_it_cannot_run(config: Any, tmp_path: Path, options: tuple[str, ...], says: str) -> None:
