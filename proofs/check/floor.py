@@ -58,7 +58,10 @@ def _feedback(subject: Subject, floor: Fraction, y: Interval | None, numbers: di
         )
         return Claim(_THEOREM, "refuted", reason, numbers)
     moved = two_level.push(law, Interval(floor, floor))  # H* - h = h
-    tokens = two_level.steps(Fraction(law.t_min), Fraction(law.t_max), moved)[1]
+    sure = two_level.felt(law, moved)
+    if sure is None:
+        return Claim(_THEOREM, "unknown", two_level.lost(law, moved), numbers)
+    tokens = two_level.steps(Fraction(law.t_min), Fraction(law.t_max), sure)[1]
     tokens += subject.config.engine.observation_lag + subject.config.speculation.draft_tokens
     numbers |= {"push": decimal(moved.lo, up=False), "tokens": tokens, **_lost(y, Fraction(law.t_max))}
     reason = (

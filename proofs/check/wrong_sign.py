@@ -40,7 +40,10 @@ def claims(subject: Subject, hints: Hints) -> list[Claim]:
         if error.lo <= 0 <= error.hi or size.hi > largest.hi:
             return [Claim(_THEOREM, "unknown", "the clamps are too close together for an instance")]
         moved = Interval(two_level.push(law, size).lo, two_level.push(law, largest).hi)
-        fewest, most = two_level.steps(start, end, moved)
+        sure = two_level.felt(law, moved)
+        if sure is None:
+            return [Claim(_THEOREM, "unknown", two_level.lost(law, moved))]
+        fewest, most = two_level.steps(start, end, sure)
         most += subject.config.engine.observation_lag
         starts.append(
             {"temperature": str(start), "ends_at": str(end), "at_least_updates": fewest, "at_most_updates": most}
