@@ -131,10 +131,9 @@ def test_tokens_a_row_cannot_use_go_to_the_rows_behind_it(batch: int, tokens: in
     assert found.status == "proved", found.reason
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "fair"])
-def test_the_largest_exploration_is_bounded(policy: str) -> None:
+def test_the_largest_exploration_is_bounded() -> None:
     engine = {"max_batch": 1, "max_batch_tokens": 8, "prefill_chunk": 1, "max_live": 256}
-    loop = {"scheduling": {"policy": policy, "quantum_steps": 1, "wait_limit_steps": 200}}
+    loop = {"scheduling": {"quantum_steps": 1, "wait_limit_steps": 200}}
     pool = scaled(Subject(config.from_mapping({"engine": engine, "loop": loop}), N))
     assert pool.wait_limit_steps == 2
     assert explore(pool, 15_000).fault == ""
