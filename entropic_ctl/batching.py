@@ -14,7 +14,8 @@ A plan is made in this order:
    need for theirs; the first that does not fit holds back those behind it. Starting never preempts, except for overdue
    rows. So preemption comes from growth, and a preempted row does not come back only to be preempted again;
 4. seats: the first ``max_batch`` rows that can run; tokens by :func:`entropic_ctl.ordering.share_tokens`;
-5. pages, in order: a prefill chunk shrinks to the pages there are; a row that could not advance at all preempts the
+5. pages, in order: a prefill chunk shrinks to the pages there are, and what it leaves of the step's tokens goes to the
+   rows behind it; a row that could not advance at all preempts the
    *last* page holder strictly behind it. Paused rows stand behind running ones, so they go first, and a protected or
    overdue row gives way only to rows before it.
 
@@ -341,7 +342,9 @@ class Batcher:
         n = np.zeros(order.shape[0], np.int64)
         first = (need == 1) | (group[rows] < 2)
         n[rows] = share_tokens(need, first, engine.max_batch_tokens, engine.prefill_chunk)
-        seating.grant(order, group, n)
+        most = np.zeros(order.shape[0], np.int64)
+        most[rows] = np.minimum(need, engine.prefill_chunk)
+        seating.grant(order, group, n, most)
         runs = n > 0
         slots = order[runs]
         n = n[runs]

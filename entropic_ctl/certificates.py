@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ from entropic_ctl.config import LawSpec, SpeculationConfig, digest
 from entropic_ctl.errors import BadInputError, UncertifiedError
 
 __all__ = ["Verdict", "micro_digest", "require"]
+
+_MOST = 1_000_000
 
 
 def micro_digest(
@@ -127,8 +131,24 @@ def require(
         raise UncertifiedError(f"theorem {verdict.theorem!r} is {verdict.status}: {verdict.reason}; {remedy}")
 
 
+def _regular(path: str | Path) -> bytes:
+    """Return the bytes of a regular file of at most :data:`_MOST` bytes; opening a FIFO does not wait for a writer."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise BadInputError("not a regular file", where=str(path), remedy="name a file that `entropic prove` wrote")
+        raw = file.read(_MOST + 1)
+    if len(raw) > _MOST:
+        raise BadInputError("too large for a certificate", where=str(path), allowed=f"at most {_MOST:,} bytes")
+    return raw
+
+
 def read_certificate(path: str | Path) -> Mapping[str, Any]:
-    """Read a certificate file as JSON; NaN, infinities, duplicate keys and non-objects are refused."""
+    """Read a certificate file as JSON; NaN, infinities, duplicate keys and non-objects are refused.
+
+    Only regular files of at most 1 MB (one that `entropic prove` writes has some 20 kB): a FIFO or a device would be
+    read for ever.
+    """
     where = str(path)
 
     def no_constant(token: str) -> Any:
@@ -141,7 +161,7 @@ def read_certificate(path: str | Path) -> Mapping[str, Any]:
         return out
 
     try:
-        raw = Path(path).read_bytes().decode("utf-8")
+        raw = _regular(path).decode("utf-8")
         values = json.loads(raw, parse_constant=no_constant, object_pairs_hook=unique)
     except OSError as error:
         raise BadInputError(f"cannot read certificate: {error.strerror}", where=where) from None

@@ -13,6 +13,7 @@ from rich.table import Table
 from entropic_ctl import cli_live, cli_output
 from entropic_ctl import config as configs
 from entropic_ctl.cli_console import console
+from entropic_ctl.cli_options import within
 from entropic_ctl.cli_run import bank_vocabulary, load_config, need, placed, say, write_json
 from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import BadInputError
@@ -55,6 +56,8 @@ def margins(
     json_file: Path | None,
 ) -> int:
     """Compute the margins, show and write them; 1 if a loop is unstable that an equilibrium of the target can have."""
+    within("--ema", [ema], 1e-6, 1.0)
+    within("--varentropy", given, 1e-6, 1e6)
     config = load_config(config_file)
     inputs: tuple[Path | str, ...] = (config_file, *configs.inputs_of(config))
     cli_output.check_file(json_file, "--json", out, *inputs)
@@ -204,6 +207,8 @@ def phase(
     json_file: Path | None,
 ) -> None:
     """Run the shipped laws on frozen logits, write tables and pictures."""
+    within("--gain", gains, -10.0, 10.0)
+    within("--model-entropy", [level], 0.0, 100.0)
     config = load_config(config_file)
     cli_output.check_file(json_file, "--json", out, config_file, *configs.inputs_of(config))
     scenes, portraits = need("proofs.phase_scene", "proofs"), need("proofs.phase_coupled", "proofs")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from entropic_ctl.errors import BadInputError
 
 __all__ = [
     "Certificate",
@@ -21,6 +24,7 @@ __all__ = [
     "Seed",
     "Switch",
     "Uncertified",
+    "within",
 ]
 
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the numbers as JSON.")]
@@ -54,3 +58,16 @@ class Switch(enum.StrEnum):
 
     ON = "on"
     OFF = "off"
+
+
+def within(option: str, values: Iterable[float | None], lo: float, hi: float) -> None:
+    """Refuse a NaN, an infinity and what lies outside [lo, hi], before anything is computed; None passes.
+
+    Raises
+    ------
+    BadInputError
+        Naming the option.
+    """
+    for value in values:
+        if value is not None and not lo <= value <= hi:  # false for NaN
+            raise BadInputError("out of range", where=option, value=value, allowed=f"[{lo:g}, {hi:g}]")

@@ -9,7 +9,7 @@ import typer
 
 from entropic_ctl import cli_live, cli_output
 from entropic_ctl.cli_console import console
-from entropic_ctl.cli_options import Force, Json
+from entropic_ctl.cli_options import Force, Json, within
 from entropic_ctl.errors import BadInputError
 
 __all__ = ["register", "variance"]
@@ -47,6 +47,7 @@ def variance(
     """
     from entropic_ctl import cli_run
 
+    within("--temperature", [temperature], 0.0, 10.0)
     cli_output.check_file(json_file, "--json", out)
     module = cli_run.need("paper_repro.variance", "all")
     settings = {

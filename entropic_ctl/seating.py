@@ -74,20 +74,24 @@ class Seating:
                 self.adopted.append(slot)
         return able
 
-    def grant(self, order: IntArray, group: IntArray, n: IntArray) -> None:
+    def grant(self, order: IntArray, group: IntArray, n: IntArray, most: IntArray) -> None:
         """Give the rows their pages; where pages are short, shrink ``n`` in place, preempt, or leave a row out.
+
+        Tokens of the step that a row cannot use for want of pages go to the seated rows behind it.
 
         Parameters
         ----------
         order, group : IntArray, shape (L,)
         n : IntArray, shape (L,)
             Tokens per row, 0 for rows that do not run; changed in place.
+        most : IntArray, shape (L,)
+            Tokens each could use, 0 for rows without a seat; changed in place.
         """
         s, table, page = self._slots, self._pages, self._engine.page_tokens
         more = np.maximum(0, pages_for(s.cached[order] + n, page) - table.count[order])
         more[n == 0] = 0
         if self.overdue_lacks_room or int(more.sum()) > table.pool.available:
-            self._squeeze(order, group, n)
+            self._squeeze(order, group, n, most)
         else:
             grows = more > 0
             table.grow(order[grows], more[grows])
@@ -126,12 +130,15 @@ class Seating:
         self._pages.drop_unlogged(slot)
         self._slots.cached[slot] = 0
 
-    def _squeeze(self, order: IntArray, group: IntArray, n: IntArray) -> None:
+    def _squeeze(self, order: IntArray, group: IntArray, n: IntArray, most: IntArray) -> None:
         s, table, page = self._slots, self._pages, self._engine.page_tokens
         holders = np.flatnonzero(table.count[order] > 0).tolist()
-        for i in np.flatnonzero(n).tolist():
-            if n[i] == 0:  # preempted meanwhile
+        left = self._engine.max_batch_tokens - int(n.sum())
+        for i in np.flatnonzero(most).tolist():
+            asked = min(int(most[i]), int(n[i]) + left)
+            if asked == 0:  # preempted meanwhile, or the step has no token left
                 continue
+            left -= asked - int(n[i])
             slot = int(order[i])
             held, cached = int(table.count[slot]), int(s.cached[slot])
             starting = held == 0 or slot in self.adopted
@@ -140,12 +147,15 @@ class Seating:
                 least = pages_for(int(s.known[slot]), page) - held
             if not starting or group[i] < 2:
                 while table.pool.available < least and holders and holders[-1] > i:
-                    self._take(int(order[holders[-1]]))
-                    n[holders.pop()] = 0
-            if table.pool.available < least:
-                n[i] = 0
+                    last = holders.pop()
+                    self._take(int(order[last]))
+                    left += int(n[last])
+                    n[last] = most[last] = 0
+            room = (held + table.pool.available) * page - cached if table.pool.available >= least else 0
+            n[i] = min(asked, room)
+            left += asked - int(n[i])
+            if n[i] == 0:
                 continue
-            n[i] = min(int(n[i]), (held + table.pool.available) * page - cached)
             more = pages_for(cached + int(n[i]), page) - held
             if more > 0:
                 table.grow(order[i : i + 1], np.array([more]))

@@ -8,6 +8,7 @@ remembered: several theorems need the same logarithms.
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from flint import arb, ctx, fmpq
 
 from entropic_ctl.errors import BadInputError, EntropicError
 
-__all__ = ["EnclosureError", "Interval", "exp", "from_arb", "log", "to_arb"]
+__all__ = ["EnclosureError", "Interval", "exp", "from_arb", "log", "shown", "to_arb"]
 
 _MAX_ARGUMENT = 4096  # |x| for exp; far beyond any log-odds met here
 
@@ -30,6 +31,25 @@ class Interval(NamedTuple):
 
     lo: Fraction
     hi: Fraction
+
+
+def shown(x: Fraction, spec: str = ".4g") -> str:
+    """Return a rational for people: formatted as the nearest float, or a power of ten where float64 has none for it.
+
+    Examples
+    --------
+    >>> shown(Fraction(1, 3)), shown(Fraction(10) ** 400), shown(Fraction(-1, 10**400))
+    ('0.3333', '10^400', '-10^-400')
+    """
+    try:
+        near = float(x)
+    except OverflowError:
+        near = math.inf
+    if near == x or (near and math.isfinite(near)):
+        small = spec.endswith("f") and (abs(near) >= 1e15 or (near and not float(format(near, spec))))
+        return format(near, ".4g" if small else spec)
+    bits = abs(x.numerator).bit_length() - x.denominator.bit_length()
+    return f"{'-' if x < 0 else ''}10^{round(bits * math.log10(2))}"
 
 
 def to_arb(x: Fraction) -> arb:
@@ -139,11 +159,12 @@ def _series_log(x: Fraction, bits: int) -> Interval:
     return Interval(ends[0], ends[1])
 
 
-def _hull(ball: Interval, series: Interval, what: str) -> Interval:
+def _hull(ball: Interval, series: Interval, name: str, x: Fraction) -> Interval:
     if ball.lo > series.hi or series.lo > ball.hi:
+        balls, terms = (", ".join(shown(end, "") for end in each) for each in (ball, series))
         raise EnclosureError(
-            f"two enclosures of {what} are disjoint: [{float(ball.lo)!r}, {float(ball.hi)!r}] by balls, "
-            f"[{float(series.lo)!r}, {float(series.hi)!r}] by series; the installed python-flint is not to be trusted"
+            f"two enclosures of {name}({shown(x, '')}) are disjoint: [{balls}] by balls, [{terms}] by series; the "
+            "installed python-flint is not to be trusted"
         )
     return Interval(min(ball.lo, series.lo), max(ball.hi, series.hi))
 
@@ -171,12 +192,14 @@ def exp(x: Fraction, bits: int = 128) -> Interval:
         If ball arithmetic and the series contradict each other.
     """
     if abs(x) > _MAX_ARGUMENT:
-        raise BadInputError("exponent out of range", field="x", value=float(x), allowed=f"|x| <= {_MAX_ARGUMENT}")
-    return _hull(_ball_exp(x, bits), _series_exp(x, bits), f"exp({float(x)!r})")
+        raise BadInputError("exponent out of range", field="x", value=shown(x, ""), allowed=f"|x| <= {_MAX_ARGUMENT}")
+    return _hull(_ball_exp(x, bits), _series_exp(x, bits), "exp", x)
 
 
 def log(x: Fraction, bits: int = 128) -> Interval:
     """Enclose the natural logarithm of x > 0; parameters and errors as for :func:`exp`."""
     if x <= 0:
-        raise BadInputError("logarithm of a number that is not positive", field="x", value=float(x), allowed="x > 0")
-    return _hull(_ball_log(x, bits), _series_log(x, bits), f"log({float(x)!r})")
+        raise BadInputError(
+            "logarithm of a number that is not positive", field="x", value=shown(x, ""), allowed="x > 0"
+        )
+    return _hull(_ball_log(x, bits), _series_log(x, bits), "log", x)

@@ -11,7 +11,6 @@ integers only. Source: ours.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -102,12 +101,13 @@ class Explored:
     fault: str
 
 
+_CONTAINERS = (np.ndarray, list, dict)
+
+
 def _copied(thing: Any) -> Any:
     """Copy an object of the batcher with the containers in its attributes."""
-    new = copy.copy(thing)
-    for name, value in vars(thing).items():
-        if isinstance(value, np.ndarray | list | dict):
-            setattr(new, name, value.copy())
+    new = object.__new__(type(thing))
+    new.__dict__.update({k: v.copy() if isinstance(v, _CONTAINERS) else v for k, v in thing.__dict__.items()})
     return new
 
 
@@ -197,7 +197,10 @@ def _subsets(rows: list[int]) -> Iterator[tuple[int, ...]]:
 
 
 def _plans(batcher: Batcher) -> Iterator[tuple[Batcher, StepPlan]]:
-    """Yield the plan for every order in which a policy could want the rows that are neither protected nor overdue."""
+    """Yield the plan for every order in which a policy could want the rows that are neither protected nor overdue.
+
+    ``batcher`` itself makes the last one.
+    """
     live, s = batcher.slots.live, batcher.slots
     step, limit = batcher.step, batcher.scheduling.wait_limit_steps
     bound = s.protected(live, step) | (step - 1 - s.last_run[live] >= limit)
@@ -215,8 +218,9 @@ def _plans(batcher: Batcher) -> Iterator[tuple[Batcher, StepPlan]]:
         return score
 
     theta = np.zeros(batcher.engine.max_live)
-    for order in itertools.permutations(rest):
-        one = fork(batcher)
+    orders = list(itertools.permutations(rest))
+    for order in orders:
+        one = batcher if order is orders[-1] else fork(batcher)
         yield one, one.plan(0.0, scored(order), theta)
         if not asked:
             return
@@ -246,8 +250,9 @@ def successors(pool: Pool, state: State) -> Iterator[tuple[State, StepPlan | Non
         for planned, plan in _plans(start):
             wrong = idle_though_admissible(planned, plan)
             sampled = plan.ids[plan.samples]
-            for ended in _subsets(sampled.tolist()):
-                after = fork(planned)
+            ends = list(_subsets(sampled.tolist()))
+            for ended in ends:
+                after = planned if ended is ends[-1] else fork(planned)
                 finished = tuple(Finish(i, FinishReason.EOS) for i in ended)
                 after.observe(StepResult(plan.step, 0.0, 1.0, token_ids=sampled, finished=finished))
                 yield (after, to_come - set(arriving)), plan, wrong or leak(after)

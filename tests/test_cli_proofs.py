@@ -89,6 +89,8 @@ def test_laws_without_a_loop_are_explained(config: Any, tmp_path: Path, law: str
     ("options", "says"),
     [
         (("--ema", "0"), "ema"),
+        (("--ema", "1e-300"), "--ema: out of range"),
+        (("--ema", "nan"), "--ema: out of range"),
         (("--varentropy", "-1"), "varentropy"),
         (("--varentropy", "nan"), "varentropy"),
         (("--export", "x.bin"), ".json, .mat"),
@@ -152,7 +154,10 @@ def test_phase_with_given_gains_one_lag_and_no_budget(config: Any, tmp_path: Pat
         (("--gain", "50"), "gain"),
         (("--lag", "2"), "lag"),
         (("--plant", "other"), "plant"),
-        (("--model-entropy", "-1"), "model entropy"),
+        (("--gain", "nan"), "--gain: out of range"),
+        (("--gain", "inf"), "--gain: out of range"),
+        (("--model-entropy", "-1"), "--model-entropy"),
+        (("--model-entropy", "nan"), "--model-entropy: out of range"),
     ],
 )
 def test_phase_refuses_what_it_cannot_run(config: Any, tmp_path: Path, options: tuple[str, ...], says: str) -> None:

@@ -20,7 +20,7 @@ def test_s7_a_chunk_that_starts_inside_a_page_takes_the_difference_of_the_ceilin
     pages.pool.allocate(2)  # somebody else's
     assert pages.pool.available == 1
     n = np.array([5])
-    Seating(slots, pages, engine).grant(order, np.array([2]), n)
+    Seating(slots, pages, engine).grant(order, np.array([2]), n, n.copy())
     assert n.tolist() == [5]
     assert pages.count[order].tolist() == [2]
     assert pages.pool.available == 0

@@ -17,6 +17,9 @@ from proofs.enclosures import Interval, log
 __all__ = ["STATUSES", "Assumptions", "Claim", "Hints", "Subject", "decimal", "format_hint", "refuse", "rounded"]
 
 STATUSES = ("proved", "refuted", "unknown", "not applicable")
+HINTS = frozenset({"floor_mass", "log_odds", "lyapunov", "lyapunov_decay", "tail_mass", "top_k"})
+"""Names of all hints that theorems read; others are refused unparsed."""
+
 _RATIONAL = re.compile(r"-?[0-9]{1,60}(/[1-9][0-9]{0,59})?")
 
 
@@ -135,7 +138,9 @@ class Hints:
     def __init__(self, values: object) -> None:
         if not isinstance(values, Mapping):
             raise refuse("hints", "not an object", values)
-        self._values = {str(name): _parse(value, f"hints.{name}", 3) for name, value in values.items()}
+        if extra := {str(name) for name in values} - HINTS:
+            raise refuse("hints." + ", ".join(sorted(extra)[:8]), "no theorem reads it")
+        self._values = {str(name): _parse(value, f"hints.{name}", 2) for name, value in values.items()}
         self._read: set[str] = set()
 
     def get(self, name: str) -> Any:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from proofs.budget_moves import fault
 from proofs.check.base import Claim, Hints, Subject
-from proofs.enclosures import log
+from proofs.enclosures import log, shown
 
 __all__ = ["Band", "claims"]
 
@@ -66,7 +66,7 @@ def _dwell(law: Band, config: Any) -> Claim:
         "total_variation_nats": str(2 * widenings * width),
     }
     if width == 0:
-        return Claim("dwell", "proved", f"both budgets are {float(law.wide):g} nats: theta never moves", numbers)
+        return Claim("dwell", "proved", f"both budgets are {shown(law.wide, 'g')} nats: theta never moves", numbers)
     reason = (
         f"theta narrows at once, and widens at most once in {d} accepted tokens of a request, whatever its entropy "
         f"does: at most {widenings} widenings in {_TOKENS} tokens"
@@ -81,7 +81,7 @@ def _theta_cycle(subject: Subject, law: Band) -> Claim:
     numbers: dict[str, Any] = {"slope": str(slope), "r_limit": str(band / width) if width else None}
     most = log(Fraction(subject.vocab_size))
     if width and law.low >= most.hi:
-        reason = f"no entropy lies above {float(law.low):g} nats: the wide budget is all that is asked for"
+        reason = f"no entropy lies above {shown(law.low, 'g')} nats: the wide budget is all that is asked for"
         return Claim("theta-cycle", "proved", reason, numbers)
     if width and (drafts := subject.config.speculation.draft_tokens):
         reason = (
@@ -93,13 +93,15 @@ def _theta_cycle(subject: Subject, law: Band) -> Claim:
         moves = 1 if slope <= Fraction(1, 100) else -(-5 // (1 - slope))
         numbers["settles_tokens"] = moves * (law.after + lag)
         reason = (
-            f"a move of theta changes what is asked for by at most {float(slope):.3g} < 1 of itself "
-            f"(r = {subject.assumptions.r:g}, band {float(band):g} nats, budgets {float(width):g} nats apart): at a "
-            "constant baseline entropy theta settles, no cycle exists"
+            f"a move of theta changes what is asked for by at most {shown(slope, '.3g')} < 1 of itself "
+            f"(r = {subject.assumptions.r:g}, band {shown(band, 'g')} nats, budgets {shown(width, 'g')} nats apart): "
+            "at a constant baseline entropy theta settles, no cycle exists"
         )
         return Claim("theta-cycle", "proved", reason, numbers)
     if law.high > most.lo:
-        reason = f"slope {float(slope):.3g} >= 1, but the counter-example needs {float(law.high):g} nats, above ln n"
+        reason = (
+            f"slope {shown(slope, '.3g')} >= 1, but the counter-example needs {shown(law.high, 'g')} nats, above ln n"
+        )
         return Claim("theta-cycle", "unknown", reason, numbers)
     period = law.after + 1 + 2 * lag
     numbers |= {
@@ -109,7 +111,7 @@ def _theta_cycle(subject: Subject, law: Band) -> Claim:
         "period_tokens": period,
     }
     reason = (
-        f"slope {float(slope):.3g} >= 1: where the wide budget lifts the entropy from {float(law.low):g} to "
-        f"{float(law.high):g} nats, theta cycles with period {period}; widen the band or bring the budgets closer"
+        f"slope {shown(slope, '.3g')} >= 1: where the wide budget lifts the entropy from {shown(law.low, 'g')} to "
+        f"{shown(law.high, 'g')} nats, theta cycles with period {period}; widen the band or bring the budgets closer"
     )
     return Claim("theta-cycle", "refuted", reason, numbers)

@@ -18,7 +18,7 @@ from typing import Any
 from proofs.check import two_level
 from proofs.check.base import Claim, Hints, Subject, decimal, rounded
 from proofs.check.solver import effort
-from proofs.enclosures import Interval, exp, log
+from proofs.enclosures import Interval, exp, log, shown
 
 __all__ = ["claims"]
 
@@ -43,7 +43,7 @@ def claims(subject: Subject, hints: Hints) -> list[Claim]:
 
 
 def _feedback(subject: Subject, floor: Fraction, y: Interval | None, numbers: dict[str, Any]) -> Claim:
-    law, h = subject.law, float(floor)
+    law, h = subject.law, shown(floor)
     if law.gain <= 0:
         start = Fraction(law.temperature)
         if law.gain == 0 and law.temperature == law.t_max:
@@ -53,16 +53,19 @@ def _feedback(subject: Subject, floor: Fraction, y: Interval | None, numbers: di
         numbers |= {"temperature": str(start), "logit": str(start * y.hi)}
         reason = (
             f"gain {law.gain!r} never raises T when entropy is low: frozen logits (L, 0, ...), "
-            f"L = {rounded(start * y.hi, up=True)}, lie below {h:.4g} nats at T = {law.temperature:g} and for ever "
+            f"L = {rounded(start * y.hi, up=True)}, lie below {h} nats at T = {law.temperature:g} and for ever "
             "after"
         )
         return Claim(_THEOREM, "refuted", reason, numbers)
     moved = two_level.push(law, Interval(floor, floor))  # H* - h = h
-    tokens = two_level.steps(Fraction(law.t_min), Fraction(law.t_max), moved)[1]
+    sure = two_level.felt(law, moved)
+    if sure is None:
+        return Claim(_THEOREM, "unknown", two_level.lost(law, moved), numbers)
+    tokens = two_level.steps(Fraction(law.t_min), Fraction(law.t_max), sure)[1]
     tokens += subject.config.engine.observation_lag + subject.config.speculation.draft_tokens
     numbers |= {"push": decimal(moved.lo, up=False), "tokens": tokens, **_lost(y, Fraction(law.t_max))}
     reason = (
-        f"whatever the logits, tempered entropy stays below {h:.4g} nats for at most {two_level.count(tokens)} tokens "
+        f"whatever the logits, tempered entropy stays below {h} nats for at most {two_level.count(tokens)} tokens "
         f"in a row before T sits at T_max = {law.t_max:g}{_told(numbers)}"
     )
     return Claim(_THEOREM, "proved", reason, numbers)
@@ -78,7 +81,7 @@ def _same_step(subject: Subject, floor: Fraction, y: Interval | None, numbers: d
         start = Fraction(law.temperature)
         numbers |= {"temperature": str(start), "logit": str(start * y.hi)}
         reason = (
-            f"the tolerance {law.tolerance_nats:g} accepts an entropy below {float(floor):.4g} nats at T0, as of "
+            f"the tolerance {law.tolerance_nats:g} accepts an entropy below {shown(floor)} nats at T0, as of "
             f"logits (L, 0, ...), L = {rounded(start * y.hi, up=True)}"
         )
         return Claim(_THEOREM, "refuted", reason, numbers)
@@ -106,4 +109,4 @@ def _told(numbers: dict[str, Any]) -> str:
 
 
 def _h(numbers: dict[str, Any]) -> str:
-    return f"{float(Fraction(numbers['floor_nats'])):.4g}"
+    return shown(Fraction(numbers["floor_nats"]))

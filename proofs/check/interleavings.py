@@ -27,14 +27,17 @@ def scaled(subject: Subject) -> Pool:
     engine, spec = subject.config.engine, subject.config.loop.scheduling
     law = registry.load("entropic_ctl.scheduling", spec.name).build(spec.config)
     batch, most = min(engine.max_batch, len(REQUESTS)), PAGE * PAGES
+    budget = max(batch, min(most, PAGE * engine.max_batch_tokens // engine.page_tokens))
+    chunk = max(1, min(most, PAGE * engine.prefill_chunk // engine.page_tokens))
+    wait = 2 if batch == min(chunk, budget) == 1 else 3  # one row, one token at a time: the longest runs, most states
     return Pool(
         page_tokens=PAGE,
         pages=PAGES,
         max_batch=batch,
-        max_batch_tokens=max(batch, min(most, PAGE * engine.max_batch_tokens // engine.page_tokens)),
-        prefill_chunk=max(1, min(most, PAGE * engine.prefill_chunk // engine.page_tokens)),
+        max_batch_tokens=budget,
+        prefill_chunk=chunk,
         max_live=min(engine.max_live, len(REQUESTS)),
-        wait_limit_steps=min(spec.config.wait_limit_steps, 3),
+        wait_limit_steps=min(spec.config.wait_limit_steps, wait),
         quantum_steps=min(spec.config.quantum_steps, 2),
         stateful=bool(getattr(law, "stateful", False)),
         requests=REQUESTS,

@@ -12,7 +12,7 @@ from typing import Any
 
 from proofs.check.base import Claim, Hints, Subject, decimal
 from proofs.check.topk import surprisal
-from proofs.enclosures import Interval, exp, log
+from proofs.enclosures import Interval, exp, log, shown
 
 __all__ = ["claims", "gamma", "log_slack", "lse_error", "lse_slack", "merge_error", "rounding_gaps", "select_slack"]
 
@@ -120,7 +120,7 @@ def _misranks(page_tokens: int) -> Claim:
     if not certain < Fraction(1, 10**5):
         return Claim("entropic-share-misranks", "unknown", "the second counter-example fails")
     reason = (
-        f"with pages of {page_tokens} tokens, one with mass 0.99 on one token has share {float(heavy.hi):.5f} and "
+        f"with pages of {page_tokens} tokens, one with mass 0.99 on one token has share {shown(heavy.hi, '.5f')} and "
         f"ranks behind {diffuse} diffuse pages with the rest; one with 1 - 1e-6 has less than a "
         "threshold of 1e-5: the share measures spread, so no config can select it"
     )
@@ -154,9 +154,10 @@ def _loss(subject: Subject) -> Claim:
         return Claim("pruning", "proved", f"nothing is ever dropped: {why}", {"mass": "0", "loss_nats": "0"})
     budget = Fraction(law.theta_wide_nats)
     least = exp(-budget, _BITS)
-    mass = Interval(1 - least.hi, 1 - least.lo)
+    near = max(budget - budget**2 / 2, Fraction(0))  # budget - budget^2/2 <= 1 - exp(-budget) <= budget, also if tiny
+    mass = Interval(max(1 - least.hi, near), min(1 - least.lo, budget))
     numbers: dict[str, Any] = {"budget_nats": str(budget), "mass": decimal(mass.hi, up=True), "dense_tokens": protected}
-    share = f"at most {float(mass.hi):.6f} of the attention (total variation)"
+    share = f"at most {shown(mass.hi, '.6f')} of the attention (total variation)"
     if law.selection == "union":
         numbers["loss_nats"] = str(budget)
         told = f"every query head loses {share}, {law.theta_wide_nats:g} nats; {dense}"

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from entropic_ctl.config import EngineConfig
 from proofs.check.base import Assumptions, Claim, Hints, Subject, decimal
+from proofs.enclosures import shown
 
 __all__ = ["Seats", "capacity", "claims", "longest_computation", "seats", "wait_steps", "work_seconds"]
 
@@ -152,14 +153,14 @@ def _queue(engine: EngineConfig, found: Seats, given: Assumptions) -> Claim:
         "drift_s": decimal((load - 1) * Fraction(given.step_s), up=True),
     }
     told = (
-        f"{given.rate_per_s:.6g} requests/s (Poisson) against a certified capacity of {float(1 / work):.6g}/s with "
+        f"{given.rate_per_s:.6g} requests/s (Poisson) against a certified capacity of {shown(1 / work, '.6g')}/s with "
         f"{found.sure} rows together"
     )
     why = None
     if given.rate_per_s == 0.0:
         why = (
             f"the arrivals are no Poisson stream of a known rate, and the proof covers no other (certified capacity "
-            f"{float(1 / work):.6g}/s); if they are one, state it: --assume rate_per_s=RATE"
+            f"{shown(1 / work, '.6g')}/s); if they are one, state it: --assume rate_per_s=RATE"
         )
     elif found.short and given.recomputed_tokens == 0.0:
         why = (
@@ -174,6 +175,6 @@ def _queue(engine: EngineConfig, found: Seats, given: Assumptions) -> Claim:
         return Claim("queue", "unknown", why, numbers)
     reason = (
         f"{told}: while {found.sure} or more requests are in the system, the work left falls by at least "
-        f"{float((1 - load) * Fraction(given.step_s)):.3g} s per iteration on average: it is positive recurrent"
+        f"{shown((1 - load) * Fraction(given.step_s), '.3g')} s per iteration on average: it is positive recurrent"
     )
     return Claim("queue", "proved", reason, numbers)

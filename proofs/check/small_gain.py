@@ -18,7 +18,7 @@ from typing import Any
 
 from proofs.check.base import Claim, Hints, Subject, decimal
 from proofs.check.gain import SHAPES, bounds_of
-from proofs.enclosures import exp, log
+from proofs.enclosures import exp, log, shown
 
 __all__ = ["Coupling", "coupling", "least_share", "pairing", "small_gain", "switching_theta"]
 
@@ -104,9 +104,9 @@ def coupling(subject: Subject, hints: Hints) -> Coupling | None:
 def _too_steep(c: Coupling) -> str:
     """Say why k V_max(n) >= 2 decides nothing where the equilibria of this target are not that steep."""
     return (
-        f"k V_max(n) = {float(c.gain * c.v_max):.4g} is not below 2, so the linear model at V_max(n) is unstable, but "
+        f"k V_max(n) = {shown(c.gain * c.v_max)} is not below 2, so the linear model at V_max(n) is unstable, but "
         f"no equilibrium of this target is known to have that varentropy (two-level logits: k V = "
-        f"{float(c.gain * c.v_sure):.4g})"
+        f"{shown(c.gain * c.v_sure)})"
     )
 
 
@@ -139,9 +139,7 @@ def small_gain(subject: Subject, c: Coupling | None) -> Claim:
     s, slope = Fraction(assumed.s), slope_of(subject)
     own = slope * Fraction(assumed.r)  # theta on itself, through the model entropy
     if own >= 1:
-        reason = (
-            f"theta alone feeds back to itself with gain {float(own):.4g}, not below 1: a deviation does not die out"
-        )
+        reason = f"theta alone feeds back to itself with gain {shown(own)}, not below 1: a deviation does not die out"
         return Claim("small-gain", "refuted", reason, {"theta_to_theta": str(own)})
     if name == "feedback":
         if (why := uncovered(subject)) is not None or c is None:
@@ -156,7 +154,7 @@ def small_gain(subject: Subject, c: Coupling | None) -> Claim:
                 if c.gain <= 0
                 else "V_lo = 0: at V = 0 u stays where it is"
                 if c.v_min == 0
-                else f"k V >= {float(c.gain * c.v_sure):.6g} at two-level logits of entropy H*: u alone does not settle"
+                else f"k V >= {shown(c.gain * c.v_sure, '.6g')} on two-level logits at H*: u alone does not settle"
             )
             return Claim("small-gain", "refuted", why)
         if c.gain * c.v_max >= 2:
@@ -177,9 +175,9 @@ def small_gain(subject: Subject, c: Coupling | None) -> Claim:
     }
     if first is not None and first * s * slope < room:
         reason = (
-            f"theta to u {float(first):.4g}, u to entropy {float(s):.4g}, entropy to theta {float(slope / room):.4g}: "
-            f"their product {float(first * s * slope / room):.3g} is below 1, so every deviation dies out, also while "
-            f"theta waits {dwell} tokens to widen"
+            f"theta to u {shown(first)}, u to entropy {shown(s)}, entropy to theta {shown(slope / room)}: "
+            f"their product {shown(first * s * slope / room, '.3g')} is below 1, so every deviation dies out, also "
+            f"while theta waits {dwell} tokens to widen"
         )
         return Claim("small-gain", "proved", reason, numbers)
     slow = c.rho / c.v_min if c is not None and name == "feedback" else first
@@ -191,9 +189,7 @@ def small_gain(subject: Subject, c: Coupling | None) -> Claim:
         return Claim("small-gain", "refuted", reason, numbers)
     alternates = c is not None and c.v_min <= c.v_sure and c.gain * c.rho * s * slope >= (2 - c.gain * c.v_sure) * room
     if c is not None and alternates and dwell == 1:
-        reason = (
-            f"at V = {float(c.v_sure):.4g}, that of two-level logits with entropy H*, u and theta alternate for ever"
-        )
+        reason = f"at V = {shown(c.v_sure)}, that of two-level logits with entropy H*, u and theta alternate for ever"
         return Claim("small-gain", "refuted", reason, numbers)
     return Claim(
         "small-gain", "unknown", "the loop product is not below 1, yet no member is known to keep going", numbers
@@ -217,17 +213,19 @@ def switching_theta(subject: Subject, c: Coupling | None) -> Claim:
         "u_bound": None if first is None else decimal(first * span, up=True),
     }
     if c.gain <= 0 or (c.gain * c.v_sure > 2 and c.v_min <= c.v_sure):
-        why = "does not pull u back" if c.gain <= 0 else f"has k V >= {float(c.gain * c.v_sure):.6g} > 2 at the target"
+        why = (
+            "does not pull u back" if c.gain <= 0 else f"has k V >= {shown(c.gain * c.v_sure, '.6g')} > 2 at the target"
+        )
         return Claim(theorem, "refuted", f"the gain {subject.law.gain!r} {why}: no bound holds", numbers)
     if monotone:
         reason = (
-            f"k V_max(n) <= 1: on any frozen logits within reach |H(u) - H*| ends within {float(disturbance):.4g} "
-            f"nats, however theta moves within its {float(span):.4g} nats"
+            f"k V_max(n) <= 1: on any frozen logits within reach |H(u) - H*| ends within {shown(disturbance)} "
+            f"nats, however theta moves within its {shown(span)} nats"
         )
         return Claim(theorem, "proved", reason, numbers)
     if first is not None:
         reason = (
-            f"for V >= {float(c.v_min):.4g}, u ends within {float(first * span):.4g} of its equilibrium, however theta "
+            f"for V >= {shown(c.v_min)}, u ends within {shown(first * span)} of its equilibrium, however theta "
             "moves within its band; k V_max(n) > 1, so nothing is said of smaller V"
         )
         return Claim(theorem, "proved", reason, numbers)
@@ -259,17 +257,18 @@ def pairing(subject: Subject) -> Claim:
     numbers = {"critical_varentropy": decimal(critical, up=True), "kappa": decimal(kappa, up=True)}
     if kappa >= 1:
         reason = (
-            f"below V = rho s / r = {float(critical):.4g} nats^2 the relative gain is negative or below 1/2: there "
-            "theta moves the tempered entropy as surely as u does; proved from "
-            f"`--assume varentropy_min={_above(critical)!r}` on"
+            f"below V = rho s / r = {shown(critical)} nats^2 the relative gain is negative or below 1/2: there "
+            "theta moves the tempered entropy as surely as u does"
         )
+        if Fraction(1, 10**300) < critical < 1000:  # what can be assumed
+            reason += f"; proved from `--assume varentropy_min={_above(critical)!r}` on"
         return Claim(theorem, "unknown", reason, numbers)
     numbers |= {
         "relative_gain_low": decimal(1 / (1 + kappa), up=False),
         "relative_gain_high": decimal(1 / (1 - kappa), up=True),
     }
     reason = (
-        f"relative gain in [{float(1 / (1 + kappa)):.4g}, {float(1 / (1 - kappa)):.4g}] for V >= {float(v_min):.4g}: u "
+        f"relative gain in [{shown(1 / (1 + kappa))}, {shown(1 / (1 - kappa))}] for V >= {shown(v_min)}: u "
         "belongs to the tempered, theta to the model entropy"
     )
     return Claim(theorem, "proved", reason, numbers)

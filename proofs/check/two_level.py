@@ -12,9 +12,9 @@ from typing import Any
 
 from proofs.check.base import Hints, Subject
 from proofs.check.gain import at_target
-from proofs.enclosures import Interval, exp, log
+from proofs.enclosures import Interval, exp, log, shown
 
-__all__ = ["count", "entropy", "gap", "idle", "push", "steps", "tail_mass"]
+__all__ = ["count", "entropy", "felt", "gap", "idle", "lost", "push", "steps", "tail_mass"]
 
 _FLAT = 40  # tanh(40) = 1 to 34 digits
 _FAR = 4000  # within the range of exp
@@ -70,6 +70,32 @@ def push(law: Any, error: Interval) -> Interval:
     if law.rate_limit > 0:
         ends = [min(end, Fraction(law.rate_limit)) for end in ends]
     return Interval(ends[0], ends[1])
+
+
+def felt(law: Any, moved: Interval) -> Interval | None:
+    """Widen lengths by half a spacing of float64 u between the clamps; None if the least is below one spacing.
+
+    A smaller push may be lost: u + push rounds to u, and u stays where it is for ever.
+    """
+    spacing = _spacing(law)
+    return None if moved.lo < spacing else Interval(moved.lo - spacing / 2, moved.hi + spacing / 2)
+
+
+def lost(law: Any, moved: Interval) -> str:
+    """Say so for people."""
+    return (
+        f"an update may move u by {shown(moved.lo, '.2g')} only, below the spacing {shown(_spacing(law), '.2g')} of "
+        "float64 near the clamps, and be lost: raise the gain (or rate_limit)"
+    )
+
+
+def _spacing(law: Any) -> Fraction:
+    """Return the largest distance of neighbouring float64 numbers between the clamps of u = ln T."""
+    largest = max(max(abs(end) for end in log(Fraction(clamp))) for clamp in (law.t_min, law.t_max))
+    exponent = largest.numerator.bit_length() - largest.denominator.bit_length()
+    if largest < Fraction(2) ** exponent:
+        exponent -= 1
+    return Fraction(2) ** (exponent - 52)
 
 
 def steps(start: Fraction, end: Fraction, moved: Interval) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from fractions import Fraction
 from proofs.check import two_level
 from proofs.check.base import Claim, Hints, Subject
 from proofs.check.two_level import idle
-from proofs.enclosures import Interval
+from proofs.enclosures import Interval, shown
 
 __all__ = ["claims"]
 
@@ -40,16 +40,19 @@ def claims(subject: Subject, hints: Hints) -> list[Claim]:
         if error.lo <= 0 <= error.hi or size.hi > largest.hi:
             return [Claim(_THEOREM, "unknown", "the clamps are too close together for an instance")]
         moved = Interval(two_level.push(law, size).lo, two_level.push(law, largest).hi)
-        fewest, most = two_level.steps(start, end, moved)
+        sure = two_level.felt(law, moved)
+        if sure is None:
+            return [Claim(_THEOREM, "unknown", two_level.lost(law, moved))]
+        fewest, most = two_level.steps(start, end, sure)
         most += subject.config.engine.observation_lag
         starts.append(
             {"temperature": str(start), "ends_at": str(end), "at_least_updates": fewest, "at_most_updates": most}
         )
-        told.append(f"from T = {float(start):.4g} it is at {float(end):.4g} for good within {two_level.count(most)}")
+        told.append(f"from T = {shown(start)} it is at {shown(end)} for good within {two_level.count(most)}")
     numbers = {"gain": str(-abs(Fraction(law.gain))), "logit": str(y * middle), "starts": starts}
     whose = f"gain {law.gain!r} drives" if law.gain < 0 else f"the opposite sign, gain {-law.gain!r}, would drive"
     reason = (
-        f"{whose} every start off the fixed point to a clamp; on logits (L, 0, ...), L = {float(y * middle):.4g}, "
+        f"{whose} every start off the fixed point to a clamp; on logits (L, 0, ...), L = {shown(y * middle)}, "
         f"{' and '.join(told)} updates"
     )
     return [Claim(_THEOREM, "proved", reason, numbers)]
