@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -198,14 +199,17 @@ def test_prove_and_check_agree_and_fit_80_columns(
     for command in (("prove", run, "--out", cert, "--vocab", 32_000), ("check", cert), ("check", cert, run)):
         found, out, err = entropic(*command, "--json", tmp_path / "j.json")
         assert (found, err) == (status, "") if command[0] == "check" else found == status, err
-        assert max(map(len, out.splitlines())) <= 80
-        claims, _, rest = out.partition("assumptions, part of every claim:")  # where they come from only prove knows
-        end = rest.partition("temperature loop: ")[2]
-        outputs.append((claims, end, json.loads((tmp_path / "j.json").read_text())["verdict"]))
+        claims, _, rest = out.partition("assumptions, part of every claim:\n")
+        assumed, loop, ends = rest.partition("temperature loop:")
+        values = sorted(re.findall(r"(\w+)\s+=\s+([\d.e+-]+)", assumed))  # prove says what filled them, check cannot
+        outputs.append((claims, values, loop + ends, json.loads((tmp_path / "j.json").read_text())["verdict"]))
+        assert ("workload and cost model: " in assumed) == (command[0] == "prove")
+    assert len(values) == 12
     assert outputs[0] == outputs[1] == outputs[2]
-    _, end, verdict = outputs[0]
-    assert end.startswith(said)
-    assert repr(verdict["limit"]) in end
+    verdict = outputs[0][-1]
+    assert f"temperature loop: {said}" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert repr(verdict["limit"]) in out
 
 
 def test_a_proof_that_is_refused_is_not_written(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +380,13 @@ BAD: dict[str, tuple[Any, list[str]]] = {
     ),
     "certificate of another vocabulary": (
         lambda make, tmp: (*bad_certificate(lambda text: text)(make, tmp), "--vocab", VOCAB + 1),
-        ["c.json: certificate: about.vocab_size", f"(got {VOCAB}); allowed: {VOCAB + 1}"],
+        [
+            "c.json: certificate: about.vocab_size",
+            f"than the {VOCAB + 1} tokens",
+            f"(got {VOCAB})",
+            "cost.bank",
+            "without --vocab",
+        ],
     ),
     "certificate refutes the gain": (
         refuted_gain,

@@ -200,3 +200,50 @@ def test_a_certificate_made_for_a_lighter_load_is_not_passed_off(tmp_path: Path,
     status, _, error = entropic("check", cert, regular)
     assert status == 1
     assert "Poisson" in error
+
+
+def test_margins_are_judged_by_what_an_equilibrium_of_the_target_can_have(config: Any, tmp_path: Path) -> None:
+    """k V_max > 2 > k V*: stable, exit 0, with v_max shown as the worst case; past 2/V* exit 1."""
+    numbers = tmp_path / "m.json"
+    run = config(gain=0.1)
+    status, shown, error = entropic("margins", run, "--json", numbers, "--vocab", 49_152)
+    found = json.loads(numbers.read_text())
+    assert status == 0, error
+    assert (found["loops"]["v_max"]["stable"], found["loops"]["v_max"]["judged"], found["stable"]) == (
+        False,
+        False,
+        True,
+    )
+    assert found["coupled"]["stable"] == found["coupled"]["corners"]
+    assert "worst case while logits change" in shown
+    assert entropic("margins", run, "--vocab", 49_152, "--varentropy", 30.0)[0] == 1  # asked for by name
+    out = tmp_path / "out"
+    assert entropic("margins", config(gain=0.2), "--vocab", 49_152, "--out", out)[0] == 1
+    poles, locus = (read_table(out / f"{name}.parquet")[0] for name in ("poles", "locus"))
+    assert locus["re"].min() <= poles["re"].min() + 1e-9
+
+
+def test_prove_warns_where_simulate_would_refuse(config: Any, tmp_path: Path) -> None:
+    wide = config(pruning='law = "budget"\ntheta_nats = 5.0\ntheta_wide_nats = 9.0')
+    _, _, error = entropic("prove", wide, "--out", tmp_path / "c.json")
+    assert "`entropic simulate` refuses this config" in error
+    assert "loop.pruning.theta" in error
+    assert "`entropic simulate` refuses" not in entropic("prove", config(), "--out", tmp_path / "d.json")[2]
+
+
+@pytest.mark.parametrize(
+    ("body", "home"),
+    [
+        ("observation_lag = 1\n", "observation_lag belongs in [engine]"),
+        ("[workload]\nobservation_lag = 1\n", "observation_lag belongs in [engine]"),
+        ('[loop.temperature]\nlaw = "fixed"\ngain = 0.1\n', "[loop.temperature] with law = 'feedback'"),
+        ("[engine]\nseed = 3\n", "the head of the file"),
+        ("[engine]\npage = 3\n", "did you mean 'pages'?"),
+    ],
+)
+def test_a_misplaced_key_is_told_where_it_belongs(body: str, home: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(body)
+    status, _, error = entropic("simulate", path)
+    assert status == 2
+    assert home in error

@@ -156,3 +156,14 @@ def test_no_coupled_portrait_without_a_moving_budget_or_an_equilibrium() -> None
         phase_coupled.coupled(make(), dataclasses.replace(made, at=None), STRONG)
     with pytest.raises(BadInputError, match="model entropy"):
         phase_coupled.coupled(make(), made, STRONG, level_nats=math.nan)
+
+
+def test_what_has_not_come_to_rest_is_not_said_to_settle() -> None:
+    """A gain so small that u creeps by less than the threshold in 64 tokens is still moving after 3000."""
+    run = make()
+    place = phase_scene.scene(run, N, "target")
+    findings = phase_scene.study(run, N, place, gains=(0.0, 1e-6, 0.001), lags=(0,))[2]
+    said = {each["gain"]: each["ends"] for each in findings}
+    assert said[0.0] == "stays where it starts"
+    assert said[1e-6] == "still moving"
+    assert said[0.001].startswith("settles by token ")
