@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,10 +102,15 @@ def judge(subject: Subject, hints: Hints, *, only: int | None = None) -> tuple[C
     BadInputError
         If a hint is not what a theorem needs, or no theorem reads it.
     """
-    found = tuple(claim for decide in THEOREMS[:only] for claim in decide(subject, hints))
+    return tuple(claim for group in _groups(subject, hints, only) for claim in group)
+
+
+def _groups(subject: Subject, hints: Hints, only: int | None = None) -> Iterator[tuple[Claim, ...]]:
+    """Decide group by group, the cheap ones first; refuse hints that none of them all has read."""
+    for decide in THEOREMS[:only]:
+        yield tuple(decide(subject, hints))
     if only is None and (extra := hints.unread()):
         raise refuse("hints." + ", ".join(sorted(extra)), "no theorem reads it")
-    return found
 
 
 def verdict(subject: Subject, claims: tuple[Claim, ...]) -> Verdict:
@@ -195,8 +200,7 @@ def check(certificate: Mapping[str, Any], config: RunConfig, vocab_size: int) ->
     if not isinstance(given, list):
         raise refuse("claims", "not a list", given)
     claims: tuple[Claim, ...] = ()
-    for decide in THEOREMS:  # cheap ones first: an edit is found before the expensive ones are decided
-        found = tuple(decide(subject, hints))
+    for found in _groups(subject, hints):  # an edit is found before the expensive groups are decided
         rebuilt = document(subject, hints, found)["claims"]
         for i, new in enumerate(rebuilt, len(claims)):
             name = f"claims[{i}] ({new['theorem']})"
@@ -207,8 +211,6 @@ def check(certificate: Mapping[str, Any], config: RunConfig, vocab_size: int) ->
         claims += found
     if len(given) != len(claims):
         raise refuse("claims", "too many", len(given))
-    if extra := hints.unread():
-        raise refuse("hints." + ", ".join(sorted(extra)), "no theorem reads it")
     return Checked(claims, verdict(subject, claims))
 
 
