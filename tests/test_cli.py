@@ -385,7 +385,7 @@ BAD: dict[str, tuple[Any, list[str]]] = {
             f"than the {VOCAB + 1} tokens",
             f"(got {VOCAB})",
             "cost.bank",
-            "without --vocab",
+            f"--vocab {VOCAB + 1}",
         ],
     ),
     "certificate refutes the gain": (

@@ -112,12 +112,7 @@ def test_a_certificate_opens_generation_and_a_refuted_gain_does_not(model: Path,
     asked = ("--prompt", "hi", "--max-tokens", 2, "--raw", "--config", run, "--certificate", cert)
     for gain, size, status, said in (
         (0.02, vocab, 0, ""),
-        (
-            0.02,
-            vocab + 1,
-            2,
-            f"about.vocab_size: about other laws, limits, lag or vocabulary than this config, which has {vocab}",
-        ),
+        (0.02, vocab + 1, 2, f"about.vocab_size: about another vocabulary than the {vocab:,} tokens"),
         (9.0, vocab, 2, "theorem 'gain-lag-0' is refuted"),
     ):
         run.write_text(

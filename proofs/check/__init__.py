@@ -215,14 +215,14 @@ def check(certificate: Mapping[str, Any], config: RunConfig, vocab_size: int) ->
 
 
 def _other_vocabulary(value: object, own: int) -> BadInputError:
-    """Return the error that refuses a certificate about another vocabulary; a run's is that of its entropy bank."""
+    """Return the error that refuses a certificate about another vocabulary than the run's."""
     return BadInputError(
-        f"about another vocabulary than the {own:,} tokens of this run (a config's is that of its entropy bank)",
+        f"about another vocabulary than the {own:,} tokens of this run (simulated: of its entropy bank; else: of its model)",
         where="certificate",
         field="about.vocab_size",
         value=value,
         allowed=str(own),
-        remedy="name a bank of that vocabulary as `cost.bank`, or make it with `entropic prove` without --vocab",
+        remedy=f"make it with `entropic prove --vocab {own}`, or run with a `cost.bank` or model of that vocabulary",
     )
 
 
