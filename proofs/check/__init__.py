@@ -217,7 +217,7 @@ def check(certificate: Mapping[str, Any], config: RunConfig, vocab_size: int) ->
 def _other_vocabulary(value: object, own: int) -> BadInputError:
     """Return the error that refuses a certificate about another vocabulary than the run's."""
     return BadInputError(
-        f"about another vocabulary than the {own:,} tokens of this run (simulated: of its entropy bank; else: of its model)",
+        f"about another vocabulary than the {own:,} tokens of this run (of its entropy bank or its model)",
         where="certificate",
         field="about.vocab_size",
         value=value,
