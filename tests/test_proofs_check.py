@@ -177,7 +177,7 @@ def test_the_gate_names_the_theorem_and_the_nearest_certified_gain(name: str) ->
     [
         (make(0.0500001), N, r"loop\.temperature\.gain: .*which has 0\.0500001 \(got 0\.05\)"),
         (make(0.05, lag=1), N, r"engine\.observation_lag: .*which has 1 \(got 0\)"),
-        (make(0.05), N + 1, r"vocab_size: .*the 32,001 tokens .*\(got 32000\).*cost\.bank.*without --vocab"),
+        (make(0.05), N + 1, r"vocab_size: .*the 32,001 tokens .*\(got 32000\).*--vocab 32001.*cost\.bank"),
         (make(0.05, t_max=1.7), N, r"loop\.temperature\.t_max: .*which has 1\.7 \(got 1\.6\)"),
         (make(law="fixed"), N, r"loop\.temperature\.law: .*which has 'fixed' \(got 'feedback'\)"),
         (make(0.05, drafts=1), N, r"speculation\.draft_tokens: .*which has 1 \(got 0\)"),
