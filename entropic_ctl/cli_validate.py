@@ -62,7 +62,7 @@ def validate(
 ) -> None:
     """Run one workload on the real engine and in the simulator, calibrated on another load, and report the errors.
 
-    Twelve controller settings fixed in advance, three repeats each, about 15 minutes on two cores. It needs a quiet
+    Twelve controller settings fixed in advance, three repeats each, 15 to 25 minutes on two cores. It needs a quiet
     machine: disturbed runs are detected, reported and repeated. Exit 1 if an error exceeds its target.
 
     Example: `entropic validate --out out/validate`; in pieces: `entropic validate --out DIR --minutes 6 --resume`.
