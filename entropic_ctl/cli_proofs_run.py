@@ -12,7 +12,7 @@ from rich.table import Table
 from entropic_ctl import certificates, cli_live, cli_output
 from entropic_ctl import config as configs
 from entropic_ctl.cli_console import console
-from entropic_ctl.cli_run import bank_vocabulary, load_config, need, placed, say, write_json
+from entropic_ctl.cli_run import load_config, need, placed, say, write_json
 from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import BadInputError
 
@@ -31,8 +31,9 @@ def prove(config_file: Path, *, out: Path, vocab: int | None, assume: Sequence[s
     known = need("sim.load_bounds", "sim").assumed(config, told)
     given = need("proofs.assumptions", "proofs").parse(assume, known)
     if vocab is None:
-        vocab = bank_vocabulary(config)
-        _warn(config)
+        bank = need("sim.trajectories", "sim").load_bank(config.cost.bank, prompts=1)
+        vocab = int(bank.meta["vocab_size"])
+        _warn(config, bank)
     with cli_live.progress("prove") as report:
         certificate = need("proofs.search", "proofs").prove(config, vocab, given, progress=report)
     checked = need("proofs.check", "proofs").check(certificate, config, vocab)  # what is refused is not written
@@ -81,11 +82,10 @@ def _exceeded(config: RunConfig, assumptions: Mapping[str, Any]) -> list[str]:
     return out
 
 
-def _warn(config: RunConfig) -> None:
+def _warn(config: RunConfig, bank: Any) -> None:
     """Say where ``simulate`` refuses what is proved here: a temperature or budget that the bank does not hold."""
-    trajectories = need("sim.trajectories", "sim")
     try:
-        trajectories.require_range(trajectories.load_bank(config.cost.bank, prompts=1), config.loop)
+        need("sim.trajectories", "sim").require_range(bank, config.loop)
     except BadInputError as error:
         say(f"note: `entropic simulate` refuses this config: {error}")
 

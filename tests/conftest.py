@@ -32,6 +32,18 @@ def azure_trace(shared: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def bank_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a small synthetic entropy bank."""
+    from synthetic_bank import make_bank
+
+    from entropic_ctl import bank as banks
+
+    path = tmp_path_factory.mktemp("bank") / "bank.npz"
+    banks.save(make_bank()[0], path)
+    return path
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Tiny tensors: a second thread only waits."""

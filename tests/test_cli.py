@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 from command import entropic
-from synthetic_bank import VOCAB, make_bank
+from synthetic_bank import VOCAB
 
-from entropic_ctl import bank as banks
 from entropic_ctl import cli_live, cli_output, cli_run
 from entropic_ctl.errors import BadInputError
 
@@ -25,13 +24,6 @@ ROOT = Path(__file__).resolve().parents[1]
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 ROW = "2023-11-16 18:17:03.0010000,100,5\n"
 FEEDBACK = "law = 'feedback'\ntemperature = 0.8\ntarget_nats = 1.0\nt_min = 0.5\nt_max = 1.5\n"
-
-
-@pytest.fixture(scope="session")
-def bank_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("bank") / "bank.npz"
-    banks.save(make_bank()[0], path)
-    return path
 
 
 @pytest.fixture

@@ -8,18 +8,9 @@ from typing import Any
 
 import pytest
 from command import entropic
-from synthetic_bank import make_bank
 
-from entropic_ctl import bank as banks
 from entropic_ctl.results import read_table
 from proofs import margins
-
-
-@pytest.fixture(scope="module")
-def bank_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("bank") / "bank.npz"
-    banks.save(make_bank()[0], path)
-    return path
 
 
 @pytest.fixture

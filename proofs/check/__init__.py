@@ -138,11 +138,12 @@ def document(subject: Subject, hints: Hints, claims: tuple[Claim, ...]) -> dict[
         "subject": digest(about),
         "about": about,
         "hints": hints.describe(),
-        "claims": [
-            {"theorem": claim.theorem, "status": claim.status, "reason": claim.reason, "numbers": claim.numbers}
-            for claim in claims
-        ],
+        "claims": [_laid_out(claim) for claim in claims],
     }
+
+
+def _laid_out(claim: Claim) -> dict[str, Any]:
+    return {"theorem": claim.theorem, "status": claim.status, "reason": claim.reason, "numbers": claim.numbers}
 
 
 def recognise(certificate: object) -> None:
@@ -201,12 +202,11 @@ def check(certificate: Mapping[str, Any], config: RunConfig, vocab_size: int) ->
         raise refuse("claims", "not a list", given)
     claims: tuple[Claim, ...] = ()
     for found in _groups(subject, hints):  # an edit is found before the expensive groups are decided
-        rebuilt = document(subject, hints, found)["claims"]
-        for i, new in enumerate(rebuilt, len(claims)):
-            name = f"claims[{i}] ({new['theorem']})"
+        for i, new in enumerate(found, len(claims)):
+            name = f"claims[{i}] ({new.theorem})"
             if i >= len(given):
                 raise refuse("claims", f"{name} is missing", len(given))
-            if wrong := _differs(given[i], new, name):
+            if wrong := _differs(given[i], _laid_out(new), name):
                 raise refuse(wrong[0], "not what the proof gives", wrong[1])
         claims += found
     if len(given) != len(claims):
