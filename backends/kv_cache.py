@@ -1,36 +1,41 @@
 """The paged KV cache: fixed-size pages of keys and values, and a quantised shadow of the keys of every full page.
 
-The shadow is what pruning reads instead of the keys. Per page, KV head and channel d it stores 8-bit codes c with
+The shadow is what pruning reads instead of the keys. Per page and KV head, for every token t and channel d,
 
-    k_d ~ minimum_d + step_d * c_d,   |k_d - (minimum_d + step_d c_d)| <= error_d      for every token of the page,
+    k[t, d] ~ m[d] + w[d] a c[t, d],    |k[t, d] - (m[d] + w[d] a c[t, d])| <= w[d] e,
 
-``minimum``, ``step`` and ``error`` in float16. The error is *measured* on the page against the step and minimum as
-stored, and rounded up, so it holds whatever the rounding of the other two. (Here the minimum is rounded down, the step
-up, and codes are taken from the stored values, so half a step would bound it too; with steps rounded to nearest it does
-not. The measured error is about 6% smaller on pages of 16 tokens.) *(ours)*
-A page with a value that is not finite, or beyond float16, is not sealed; it is then always read.
+with codes c from -128 to 127, a weight w from 1 to 255 and a centre m of 16 bits per channel, and one step a and one
+error e of the page. A step per channel is a product of two small numbers, so a query can be multiplied with the weights
+in integers. *(ours)*
+
+e is *measured* on the page against what is stored, in float64, and rounded up. A page with a value that is not finite,
+or beyond float16, is not sealed; it is then always read.
 
 Slots that no token was written to hold whatever was in memory (NaN included); nothing here or in the attention reads
-them. Pools are uninitialised memory, so a large pool costs only the pages used (on a CPU).
+them. Pools are uninitialised memory, so a large pool costs only the pages used (on a CPU, where huge pages are asked
+for: the attention jumps between pages).
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from backends import native
 from entropic_ctl.errors import BadInputError
 
 if TYPE_CHECKING:
     from backends.attention.batch import PagedBatch
 
-__all__ = ["PagedKVCache", "Shadow", "quantise"]
+__all__ = ["PagedKVCache", "Quantised", "Shadow", "pack", "quantise", "unpack"]
 
 _HALF_MAX = 65504.0
+_HEADER = 16  # bytes of step, error and norm at the head of a record
 
 
 def _round_up(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -39,62 +44,124 @@ def _round_up(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(near.double() < x, torch.nextafter(near, torch.full_like(near, torch.inf)), near)
 
 
+class Quantised(NamedTuple):
+    """Keys of pages as the shadow holds them; ``...`` is any shape, usually (pages, n_kv_heads).
+
+    ``codes`` int8 (..., page_tokens, D), ``weight`` uint8 (..., D) from 1, ``centre`` float16 (..., D), ``step``,
+    ``error`` and ``norm`` float32 (...). ``norm`` bounds the Euclidean norm of every key, and of |m| + 128 w a.
+    """
+
+    codes: torch.Tensor
+    weight: torch.Tensor
+    centre: torch.Tensor
+    step: torch.Tensor
+    error: torch.Tensor
+    norm: torch.Tensor
+
+
+def quantise(keys: torch.Tensor) -> Quantised:
+    """Quantise keys (..., page_tokens, D), of any float dtype, finite and within float16's range."""
+    exact = keys.double()
+    low, high = exact.amin(dim=-2), exact.amax(dim=-2)
+    centre = (0.5 * (low + high)).float().to(torch.float16)
+    m = centre.double()
+    radius = torch.maximum(high - m, m - low)
+    widest = radius.amax(dim=-1, keepdim=True)
+    step = _round_up(widest / (255.0 * 127.5), torch.float32)
+    share = torch.where(widest > 0, radius / torch.where(widest > 0, widest, 1.0) * 255.0, 1.0)
+    weight = share.ceil().clamp(1.0, 255.0)
+    unit = weight * step.double()
+    safe = torch.where(unit > 0, unit, 1.0).unsqueeze(-2)
+    codes = ((exact - m.unsqueeze(-2)) / safe).round().clamp(-128.0, 127.0)
+    residue = (exact - (m.unsqueeze(-2) + unit.unsqueeze(-2) * codes)).abs().amax(dim=-2) / weight
+    error = residue.amax(dim=-1)
+    reach = m.abs() + 128.0 * unit
+    square = torch.maximum(reach.square().sum(dim=-1), exact.square().sum(dim=-1).amax(dim=-1))
+    # float64 leaves a few 2^-53 of the magnitudes in each residue: covered by 2^-48 of the widest reach
+    error = error + torch.where(error > 0, reach.amax(dim=-1) * 2.0**-48, 0.0)
+    norm = square.sqrt() * (1.0 + 1e-12)
+    return Quantised(
+        codes.to(torch.int8),
+        weight.to(torch.uint8),
+        centre,
+        step.squeeze(-1),
+        _round_up(error, torch.float32),
+        _round_up(norm, torch.float32),
+    )
+
+
+def _padded(page_tokens: int, dim: int) -> tuple[int, int]:
+    """Return (blocks of 16 tokens, channels padded to 8)."""
+    return -(-page_tokens // 16), -(-dim // 8) * 8
+
+
+def pack(keys: Quantised) -> torch.Tensor:
+    """Return the records, uint8 (..., R), as :class:`Shadow` stores them."""
+    page, dim = keys.codes.shape[-2:]
+    blocks, width = _padded(page, dim)
+    pad = (0, width - dim)
+    header = torch.stack([keys.step, keys.error, keys.norm, torch.zeros_like(keys.step)], dim=-1)
+    full = torch.nn.functional.pad(keys.codes, (*pad, 0, 16 * blocks - page))
+    grid = full.reshape(*keys.codes.shape[:-2], blocks, 16, width // 2, 2).transpose(-3, -2)
+    parts = (
+        header.view(torch.uint8),
+        torch.nn.functional.pad(keys.weight, pad),
+        torch.nn.functional.pad(keys.centre, pad).view(torch.uint8),
+        grid.flatten(-4).view(torch.uint8),
+    )
+    return torch.cat(parts, dim=-1)
+
+
+def unpack(record: torch.Tensor, page_tokens: int, dim: int) -> Quantised:
+    """Undo :func:`pack`."""
+    blocks, width = _padded(page_tokens, dim)
+    header = record[..., :_HEADER].contiguous().view(torch.float32)
+    centre = record[..., _HEADER + width : _HEADER + 3 * width].contiguous().view(torch.float16)
+    grid = record[..., _HEADER + 3 * width :].contiguous().view(torch.int8)
+    codes = grid.reshape(*record.shape[:-1], blocks, width // 2, 16, 2).transpose(-3, -2)
+    codes = codes.reshape(*record.shape[:-1], 16 * blocks, width)[..., :page_tokens, :dim]
+    weight = record[..., _HEADER : _HEADER + dim]
+    return Quantised(codes, weight, centre[..., :dim], header[..., 0], header[..., 1], header[..., 2])
+
+
 class Shadow:
     """Quantised keys and value summaries, one entry per (layer, page, KV head); see the module docstring.
 
-    ``pool`` is the shape of the key pool, (L, pages, n_kv_heads, page_tokens, head_dim).
+    ``pool`` is the shape of the key pool, (L, pages, n_kv_heads, page_tokens, D). Let W be D padded to 8 and B the blocks
+    of 16 tokens of a page, the last one padded.
 
     Attributes
     ----------
-    codes : uint8, (L, pages, n_kv_heads, page_tokens, head_dim)
-    step, minimum, error : float16, (L, pages, n_kv_heads, head_dim)
-    key_norm : float32, (L, pages, n_kv_heads)
-        Largest Euclidean norm of a key of the page, rounded up.
-    value_centre : float16, (L, pages, n_kv_heads, head_dim)
+    record : uint8, (L, pages, n_kv_heads, 16 + 3 W + 16 B W)
+        All that is read to score a page, in one piece: step, error, norm and a zero (float32), the weights (uint8), the
+        centres (float16), the codes (int8) as (B, W / 2, 16, 2): two channels of each of sixteen tokens side by side.
+    value_centre : float16, (L, pages, n_kv_heads, D)
     value_radius : float32, (L, pages, n_kv_heads)
         Largest Euclidean distance of a value of the page from the stored centre, rounded up.
     """
 
     def __init__(self, pool: tuple[int, ...], device: torch.device) -> None:
         head = pool[:3]
-        self.codes = torch.empty(pool, dtype=torch.uint8, device=device)
-        self.step = torch.empty(*head, pool[-1], dtype=torch.float16, device=device)
-        self.minimum = torch.empty_like(self.step)
-        self.error = torch.empty_like(self.step)
-        self.value_centre = torch.empty_like(self.step)
-        self.key_norm = torch.empty(head, dtype=torch.float32, device=device)
-        self.value_radius = torch.empty_like(self.key_norm)
+        blocks, width = _padded(pool[3], pool[4])
+        self.record = empty((*head, _HEADER + (3 + 16 * blocks) * width), torch.uint8, device)
+        self.value_centre = torch.empty(*head, pool[-1], dtype=torch.float16, device=device)
+        self.value_radius = torch.empty(head, dtype=torch.float32, device=device)
 
 
-def quantise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantise keys to 8 bits per channel over the tokens of a page.
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return an uninitialised tensor; on a CPU its memory is asked for in huge pages (Linux)."""
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    size = tensor.numel() * tensor.element_size()
+    if tensor.device.type == "cpu" and size > 2 * _HUGE:
+        start = -(-tensor.data_ptr() // _HUGE) * _HUGE
+        length = (tensor.data_ptr() + size - start) // _HUGE * _HUGE
+        madvise = getattr(ctypes.CDLL(None), "madvise", None)
+        if madvise is not None:  # advice: where it is not taken, nothing is lost but time
+            madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), 14)
+    return tensor
 
-    Parameters
-    ----------
-    keys : tensor, shape (..., page_tokens, head_dim), any float dtype, finite and within float16's range
 
-    Returns
-    -------
-    codes : uint8, shape of ``keys``
-    step, minimum, error : float16, shape (..., head_dim)
-        Error bounds |key - (minimum + step * code)| in exact arithmetic, for every token.
-    """
-    exact = keys.double()
-    low, high = exact.amin(dim=-2), exact.amax(dim=-2)
-    minimum = low.to(torch.float16)
-    minimum = torch.where(
-        minimum.double() > low, torch.nextafter(minimum, torch.full_like(minimum, -torch.inf)), minimum
-    )
-    span = high - minimum.double()
-    step = _round_up(span / 255.0, torch.float16)
-    safe = torch.where(step > 0, step, torch.ones_like(step)).double().unsqueeze(-2)
-    offset = minimum.double().unsqueeze(-2)
-    codes = ((exact - offset) / safe).round().clamp(0.0, 255.0)
-    # 24-bit keys against a 19-bit product: float64 leaves at most 2^-52 of the magnitudes, which the factor covers
-    residue = (exact - (offset + step.double().unsqueeze(-2) * codes)).abs().amax(dim=-2)
-    magnitude = torch.maximum(low.abs(), high.abs()) + span
-    error = _round_up(residue + magnitude * 2.0**-50 * (residue > 0), torch.float16)
-    return codes.to(torch.uint8), step, minimum, error
+_HUGE = 2 << 20
 
 
 class PagedKVCache:
@@ -107,12 +174,16 @@ class PagedKVCache:
     dtype : torch.dtype
         bfloat16, float16 or float32.
     device : torch.device or str
+    kernels : {"auto", "native", "torch"}
+        Who reads and writes it: the C++ kernels (on a CPU), or PyTorch. ``auto``: C++ where it can be built.
 
     Attributes
     ----------
     k, v : tensor, (n_layers, pages, n_kv_heads, page_tokens, head_dim)
     sealed : bool NumPy array, (pages,)
         True for pages that are full and have a valid shadow.
+    native : bool
+        Whether the C++ kernels are used.
 
     Raises
     ------
@@ -129,6 +200,8 @@ class PagedKVCache:
         page_tokens: int,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
+        *,
+        kernels: str = "auto",
     ) -> None:
         sizes = {
             "n_layers": n_layers,
@@ -153,8 +226,8 @@ class PagedKVCache:
         self.dtype, self.device = dtype, torch.device(device)
         shape = (n_layers, pages, n_kv_heads, page_tokens, head_dim)
         try:
-            self.k = torch.empty(shape, dtype=dtype, device=self.device)
-            self.v = torch.empty(shape, dtype=dtype, device=self.device)
+            self.k = empty(shape, dtype, self.device)
+            self.v = empty(shape, dtype, self.device)
         except (RuntimeError, TypeError, MemoryError):  # torch: out of memory, or more bytes than it can count
             raise BadInputError(
                 f"no memory for a KV cache of {2 * math.prod(shape) * dtype.itemsize / 2**30:,.1f} GiB",
@@ -165,6 +238,7 @@ class PagedKVCache:
             ) from None
         self.sealed: npt.NDArray[np.bool_] = np.zeros(pages, np.bool_)
         self._shadow: Shadow | None = None
+        self.native = _native(kernels, self.device, head_dim)
 
     @property
     def shadow(self) -> Shadow:
@@ -180,8 +254,9 @@ class PagedKVCache:
 
     @property
     def score_page_bytes(self) -> int:
-        """Bytes read to score one sealed page in one layer: codes, step, minimum, error and key norm (all KV heads)."""
-        return self.n_kv_heads * (self.page_tokens * self.head_dim + 3 * 2 * self.head_dim + 4)
+        """Bytes read to score one sealed page in one layer: header, weights, centres, codes (all KV heads)."""
+        blocks, width = _padded(self.page_tokens, self.head_dim)
+        return self.n_kv_heads * (_HEADER + (3 + 16 * blocks) * width)
 
     @property
     def value_page_bytes(self) -> int:
@@ -205,6 +280,9 @@ class PagedKVCache:
         page, offset : int64, shape (T,)
             Page id and slot within the page of each token.
         """
+        if self.native:
+            native.write(self, layer, key, value, page, offset)
+            return
         self.k[layer][page, :, offset] = key.transpose(0, 1).to(self.dtype)
         self.v[layer][page, :, offset] = value.transpose(0, 1).to(self.dtype)
 
@@ -217,6 +295,10 @@ class PagedKVCache:
 
     def seal_pages(self, pages: npt.NDArray[np.int64]) -> None:
         """Quantise full pages by id (all ``page_tokens`` slots written in every layer)."""
+        if self.native:
+            if pages.shape[0]:
+                self.sealed[pages] = native.seal(self, pages)
+            return
         for start in range(0, pages.shape[0], 4):  # the float64 workspace stays in cache
             self._seal_some(pages[start : start + 4])
 
@@ -229,12 +311,30 @@ class PagedKVCache:
             index, keys, values = index[good], keys[:, good], values[:, good]
         if index.shape[0] == 0:
             return
-        shadow.codes[:, index], shadow.step[:, index], shadow.minimum[:, index], shadow.error[:, index] = quantise(keys)
-        grow = 1.0 + (self.head_dim + 8) * 2.0**-52
-        shadow.key_norm[:, index] = _round_up(keys.double().norm(dim=-1).amax(dim=-1) * grow, torch.float32)
+        shadow.record[:, index] = pack(quantise(keys))
         exact = values.double()
-        centre = exact.mean(dim=-2).to(torch.float16)
+        centre = exact.mean(dim=-2).float().to(torch.float16)
         away = (exact - centre.double().unsqueeze(-2)).norm(dim=-1).amax(dim=-1)
         shadow.value_centre[:, index] = centre
-        shadow.value_radius[:, index] = _round_up(away * grow, torch.float32)
+        shadow.value_radius[:, index] = _round_up(away * (1.0 + 1e-12), torch.float32)
         self.sealed[index.cpu().numpy()] = True
+
+
+def _native(kernels: str, device: torch.device, head_dim: int) -> bool:
+    if kernels not in ("auto", "native", "torch"):
+        raise BadInputError("no such kernels", field="kernels", value=kernels, allowed="auto, native, torch")
+    if kernels == "torch":
+        return False
+    problem = "they run on a CPU" if device.type != "cpu" else None
+    if head_dim > native.MAX_HEAD_DIM:
+        problem = f"they hold heads of up to {native.MAX_HEAD_DIM} channels, the model has {head_dim}"
+    problem = problem or native.reason_unavailable()
+    if problem is not None and kernels == "native":
+        raise BadInputError(
+            f"the C++ attention cannot be used: {problem}",
+            field="kernels",
+            value=kernels,
+            allowed="native (a CPU with a C++ compiler), torch, auto",
+            remedy="set engine.kernels = 'torch'",
+        )
+    return problem is None

@@ -99,8 +99,7 @@ def test_a3_windowed_layers_with_sinks_match_masked_dense_attention() -> None:
         j = torch.arange(n)
         expected = dense(q[:, now], k[:, :n], v[:, :n], (j >= n - 64) | (j < 4))
         torch.testing.assert_close(out.double(), expected, atol=1e-6, rtol=1e-5)
-        full_pages = 1 + (n - 1) // 16 - (n - 64) // 16 + 1
-        assert batch.kv_bytes == (16 * (full_pages - 1) + (n - 1) % 16 + 1) * cache.token_bytes
+        assert batch.kv_bytes == (64 + 4) * cache.token_bytes  # what it sees, whatever else lies in those pages
 
 
 @pytest.mark.parametrize("theta", [0.0, 4.0])

@@ -6,16 +6,19 @@ All pruned rows of a step go through at once; their page lists are padded, paddi
 2. Bound every candidate page's log-mass from 8-bit codes (:func:`page_bounds`).
 3. Choose under the row's budget (``entropic_ctl.pruning.select``).
 4. Read the chosen pages per KV head, merge with the fixed state.
-5. Certify again with the real sum over what was read: m <= U / (U + Z_K), at most the selection's own bound.
+5. Certify again with the real sum over what was read: m <= U / (U + Z_K).
+
+This is the readable version; the C++ one (``backends.native.decode``) and the Triton one are held to it by tests.
 
 Rounding. Let u = 2^-24, g_n = n u / (1 - n u). A float32 dot product of D terms is off by at most g_D sum |q_d k_d|
 in any order of summation, fused or not. Hence, with the scale's own rounding and the product by it,
 
-    |s - exact| <= scale g_{D+6} sum_d |q_d| M_d,    M_d = |minimum_d| + 255 step_d     (shadow scores)
-    |s - exact| <= scale g_{D+6} |q|_2 max_i |k_i|_2                                     (real keys; Cauchy-Schwarz)
+    |s - exact| <= scale g_{D+32} |q|_2 N    (shadow scores: N bounds | |m| + 128 w a |_2, Cauchy-Schwarz)
+    |s - exact| <= scale g_{D+6}  |q|_2 max_i |k_i|_2                        (real keys)
 
-where the shadow's two extra roundings (product by the step, sum with the minima's part) are inside the +6. A
-log-sum-exp of n scores adds at most (n + 5 ln n + 16) u plus 4 u |lse|: n u for the sum of positive terms; 4 u for exp
+Integer products instead of float32 ones (C++) replace q_d w_d by whole multiples of 256 alpha, alpha = max |q| / 32767,
+off by at most 1.02 of them: 256 alpha a 1.02 * 128 D more, and 1.02 D more in sum |q_d| w_d.
+A log-sum-exp of n scores adds at most (n + 5 ln n + 16) u plus 4 u |lse|: n u for the sum of positive terms; 4 u for exp
 to 2 ulp; for subtracting the maximum u times the softmax mean of |d| = max - score, which is the entropy less
 ln sum e^-d and so at most ln n; 4 u ln n for the logarithm to 2 ulp. Merging two partial states is inside the +8 of
 :func:`_exact_slack`. The constants are checked in exact rationals (theorem 9 of the proof book). A score cap is
@@ -32,12 +35,12 @@ import torch
 from backends.attention.batch import LayerAudit, PagedBatch
 from backends.attention.reference import Scoring, State, attend, merge, with_sink
 from backends.attention.rows import PrunedRows, Row
-from backends.kv_cache import PagedKVCache
+from backends.kv_cache import PagedKVCache, unpack
 from entropic_ctl.pruning.certificate import mass_bound, output_error
 from entropic_ctl.pruning.select import select
 from entropic_ctl.signals import FloatArray
 
-__all__ = ["page_bounds", "pruned_decode", "true_page_mass"]
+__all__ = ["audit_rows", "output_errors", "page_bounds", "pruned_decode", "true_page_mass"]
 
 _U = 2.0**-24  # unit roundoff of float32
 
@@ -51,7 +54,11 @@ def _lse_slack(lse: FloatArray, terms: int | npt.NDArray[np.int64]) -> FloatArra
 
 
 def page_bounds(
-    cache: PagedKVCache, layer: int, pages: torch.Tensor, query: torch.Tensor, scoring: Scoring
+    cache: PagedKVCache,
+    layer: int,
+    pages: torch.Tensor,
+    query: torch.Tensor,
+    scoring: Scoring,
 ) -> tuple[FloatArray, FloatArray]:
     """Bound the log-mass of sealed pages from their shadow alone.
 
@@ -71,21 +78,19 @@ def page_bounds(
         ln(sum over the page's tokens of exp(score)) in exact arithmetic lies between, for each query head.
     """
     shadow, size, dim = cache.shadow, cache.page_tokens, query.shape[-1]
-    step = shadow.step[layer].index_select(0, pages).float()  # (S, n_kv_heads, D)
-    minimum = shadow.minimum[layer].index_select(0, pages).float()
-    error = shadow.error[layer].index_select(0, pages).float()
-    codes = shadow.codes[layer].index_select(0, pages).float()  # (S, n_kv_heads, page, D)
-    # scale (sum_d (q_d step_d) c_d + sum_d q_d minimum_d): the step goes into the query, not into every key
-    s = torch.matmul(query * step.unsqueeze(-2), codes.transpose(-1, -2))  # (S, n_kv_heads, G, page)
-    s = (s + torch.matmul(query, minimum.unsqueeze(-1))) * scoring.scale
+    keys = unpack(shadow.record[layer].index_select(0, pages), size, dim)
+    weight, step = keys.weight.float().unsqueeze(-2), keys.step[..., None, None]
+    # scale (q.m + a sum_d (q_d w_d) c_d): the weight goes into the query, not into every key
+    s = torch.matmul(query * weight, keys.codes.float().transpose(-1, -2)) * step
+    s = (s + torch.matmul(query, keys.centre.float().unsqueeze(-1))) * scoring.scale
     if scoring.softcap is not None:
         s = scoring.softcap * torch.tanh(s / scoring.softcap)
     centre = _host(torch.logsumexp(s, dim=-1).flatten(1))
-    gamma = _gamma(dim + 6)
-    # |q| . (error + gamma M): all terms are non-negative, so float32 is off by a factor of at most 1 + g_{D+6}
-    width = error + gamma * (minimum.abs() + 255.0 * step)
-    reach = _host(torch.matmul(query.abs(), width.unsqueeze(-1)).flatten(1))
-    delta = abs(scoring.scale) * reach * (1.0 + 4.0 * gamma) + 1e-30
+    # |q| . w: all terms are non-negative, so float32 is off by a factor of at most 1 + g_{D+6}
+    reach = torch.matmul(query.abs(), weight.transpose(-1, -2)).squeeze(-1).double()  # (S, n_kv_heads, G)
+    error = keys.error.double().unsqueeze(-1)
+    rounding = query.double().norm(dim=-1) * keys.norm.double().unsqueeze(-1) * (_gamma(dim + 32) * (1.0 + 1e-9))
+    delta = _host((reach * error * (1.0 + 2.0 * _gamma(dim + 6)) + rounding).flatten(1)) * abs(scoring.scale) + 1e-30
     delta += _lse_slack(centre, size) + (8 * _U * scoring.softcap if scoring.softcap is not None else 0.0)
     known = np.isfinite(delta) & np.isfinite(centre)  # an overflowing or NaN query: read everything
     centre, delta = np.where(known, centre, 0.0), np.where(known, delta, np.inf)
@@ -162,7 +167,7 @@ def pruned_decode(
     kept &= (np.arange(width) < rows.n_candidates[:, None])[:, None]
     state = merge(state, _attend_kept(cache, layer, rows, q, kept=kept, scoring=scoring))
 
-    sealed_norm = cache.shadow.key_norm[layer][rows.padded].amax(dim=1)  # (n, n_kv_heads)
+    sealed_norm = _key_norms(cache, layer, rows.padded).amax(dim=1)  # (n, n_kv_heads)
     norm = np.repeat(_host(torch.maximum(fixed_norm, sealed_norm)), n_heads // heads, axis=1)
     lse = _host(state.lse.flatten(1))
     log_kept = lse - _exact_slack(q_norm, norm, lse, rows.length, dim) - cap
@@ -173,11 +178,16 @@ def pruned_decode(
     n_fixed = rows.n_pages - rows.n_candidates
     share = (n_fixed + kept.sum(axis=2).mean(axis=1)) / rows.n_pages
     read = rows.fixed_tokens + cache.page_tokens * kept.sum(axis=2).mean(axis=1)
-    error = _output_error(cache, layer, rows, state, kept=kept, mass=mass) if paged.want_output_error else None
+    error = output_errors(paged, layer, state.out.flatten(1, 2), kept=kept, mass=mass) if paged.want_output_error else None
     paged.record_pruned(share, mass, read, error)
     if paged.audit:
-        _audit(paged, layer, query, scoring, kept=kept, mass=mass)
+        audit_rows(paged, layer, query, scoring, kept=kept, mass=mass)
     return state.out.reshape(n, n_heads, dim).to(query.dtype)
+
+
+def _key_norms(cache: PagedKVCache, layer: int, pages: torch.Tensor) -> torch.Tensor:
+    """Return the largest key norm of sealed pages: (..., n_kv_heads) for page ids (...)."""
+    return cache.shadow.record[layer][pages][..., :16].contiguous().view(torch.float32)[..., 2]
 
 
 def _attend_fixed(
@@ -225,29 +235,33 @@ def _attend_kept(
     return attend(query, k, v, scoring, mask)
 
 
-def _output_error(
-    cache: PagedKVCache,
-    layer: int,
-    rows: PrunedRows,
-    state: State,
-    *,
-    kept: npt.NDArray[np.bool_],
-    mass: FloatArray,
+def output_errors(
+    paged: PagedBatch, layer: int, out: torch.Tensor, *, kept: npt.NDArray[np.bool_], mass: FloatArray
 ) -> FloatArray:
-    """Bound the largest Euclidean output error of each row over its query heads, from value centres and radii."""
-    group, worst = state.out.shape[2], np.zeros(kept.shape[0])
+    """Bound the largest Euclidean output error of each pruned row over its query heads, from value centres and radii.
+
+    Parameters
+    ----------
+    out : tensor, shape (n, H, D)
+        Pruned outputs.
+    kept : bool array, shape (n, n_kv_heads, C)
+        Candidates that were read, in the columns of ``paged.pruned.padded``.
+    mass : FloatArray, shape (n, H)
+    """
+    cache, rows = paged.cache, paged.pruned
+    group, worst = out.shape[1] // cache.n_kv_heads, np.zeros(kept.shape[0])
     for r, j in np.ndindex(kept.shape[:2]):
         dropped = np.flatnonzero(~kept[r, j, : rows.n_candidates[r]])
-        pages = rows.padded[r, torch.from_numpy(dropped).to(state.out.device)]
+        pages = rows.padded[r, torch.from_numpy(dropped).to(out.device)]
+        heads = slice(j * group, (j + 1) * group)
         centre = cache.shadow.value_centre[layer][pages, j].double()
-        away = _host((state.out[r, j].double().unsqueeze(1) - centre).norm(dim=-1))  # (G, S)
+        away = _host((out[r, heads].double().unsqueeze(1) - centre).norm(dim=-1))  # (G, S)
         radius = _host(cache.shadow.value_radius[layer][pages, j])
-        bound = output_error(mass[r, j * group : (j + 1) * group], away, radius)
-        worst[r] = max(worst[r], float(bound.max(initial=0.0)))
+        worst[r] = max(worst[r], float(output_error(mass[r, heads], away, radius).max(initial=0.0)))
     return worst
 
 
-def _audit(
+def audit_rows(
     paged: PagedBatch,
     layer: int,
     query: torch.Tensor,
@@ -256,6 +270,7 @@ def _audit(
     kept: npt.NDArray[np.bool_],
     mass: FloatArray,
 ) -> None:
+    """Record the true pruned masses of every pruned row; ``query`` (n, H, D), ``kept`` as in :func:`output_errors`."""
     for i, r in enumerate(paged.pruned.rows):
         row = paged.rows[r]
         mask = np.ones((kept.shape[1], row.table.shape[0]), np.bool_)

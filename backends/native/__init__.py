@@ -3,5 +3,16 @@
 from __future__ import annotations
 
 from backends.native.build import NativeUnavailableError, library, reason_unavailable
+from backends.native.paged import MAX_HEAD_DIM, DecodeResult, DecodeRows, decode, seal, write
 
-__all__ = ["NativeUnavailableError", "library", "reason_unavailable"]
+__all__ = [
+    "MAX_HEAD_DIM",
+    "DecodeResult",
+    "DecodeRows",
+    "NativeUnavailableError",
+    "decode",
+    "library",
+    "reason_unavailable",
+    "seal",
+    "write",
+]

@@ -1,23 +1,54 @@
-// Sixteen-lane vectors: AVX-512 where the compiler has it, the same arithmetic in plain loops elsewhere.
+// Sixteen lanes of float32 or int32: AVX-512 where the compiler has it, the same arithmetic in plain loops elsewhere.
+//
+// Accuracy the certificates rely on (see backends/attention/pruned.py): `exp` is within 2 ulp, or flushes to 0 below
+// -87; sums and products are float32, fused or not; products of two bfloat16 are exact in float32.
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define ENTROPIC_AVX512 1
+#include <immintrin.h>
+#elif defined(__F16C__)
 #include <immintrin.h>
 #endif
 
 namespace simd {
 
 using bf16 = uint16_t;
+struct half {
+  uint16_t bits;
+};
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+inline float to_float(float x) { return x; }
 
 inline float to_float(bf16 x) {
-  uint32_t bits = static_cast<uint32_t>(x) << 16;
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
   float out;
   std::memcpy(&out, &bits, 4);
   return out;
 }
+
+inline float to_float(half x) {
+#if defined(__F16C__)
+  return _cvtsh_ss(x.bits);
+#else
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16, body = x.bits & 0x7fffu;
+  const float magnitude = body >= 0x7c00u ? (body == 0x7c00u ? kInfinity : std::numeric_limits<float>::quiet_NaN())
+                          : body < 0x400u ? std::ldexp(static_cast<float>(body), -24)
+                                          : std::ldexp(static_cast<float>((body & 0x3ffu) | 0x400u), (body >> 10) - 25);
+  uint32_t bits;
+  std::memcpy(&bits, &magnitude, 4);
+  bits |= sign;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+#endif
+}
+
+inline void from_float(float x, float* out) { *out = x; }
 
 inline bf16 to_bf16(float x) {  // nearest even; NaN stays NaN
   uint32_t bits;
@@ -25,5 +56,262 @@ inline bf16 to_bf16(float x) {  // nearest even; NaN stays NaN
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<bf16>((bits >> 16) | 0x40);
   return static_cast<bf16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
+
+inline void from_float(float x, bf16* out) { *out = to_bf16(x); }
+
+inline half to_half(float x) {  // nearest even
+#if defined(__F16C__)
+  return half{static_cast<uint16_t>(_cvtss_sh(x, 0))};
+#else
+  const uint16_t sign = std::signbit(x) ? 0x8000u : 0u;
+  const float a = std::fabs(x);
+  if (std::isnan(x)) return half{static_cast<uint16_t>(sign | 0x7e00u)};
+  if (a >= 65520.0f) return half{static_cast<uint16_t>(sign | 0x7c00u)};
+  int exponent = a < 6.103515625e-05f ? -14 : std::ilogb(a);
+  const float scaled = std::nearbyint(std::ldexp(a, 10 - exponent));  // 0 .. 2048
+  uint32_t mantissa = static_cast<uint32_t>(scaled);
+  if (mantissa >= 2048u) mantissa >>= 1, ++exponent;
+  const uint32_t body = mantissa < 1024u ? mantissa : ((exponent + 15) << 10) | (mantissa & 0x3ffu);
+  return half{static_cast<uint16_t>(sign | body)};
+#endif
+}
+
+inline void from_float(float x, half* out) { *out = to_half(x); }
+
+#ifdef ENTROPIC_AVX512
+
+struct Vec {
+  __m512 v;
+};
+struct Ints {
+  __m512i v;
+};
+
+inline __mmask16 first(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
+
+inline Vec zero() { return {_mm512_setzero_ps()}; }
+inline Vec set(float x) { return {_mm512_set1_ps(x)}; }
+inline Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline Vec load(const bf16* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+}
+inline Vec load(const half* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+inline Vec load(const float* p, int n) { return {_mm512_maskz_loadu_ps(first(n), p)}; }  // 0 past n <= 16
+inline Vec load(const bf16* p, int n) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first(n), p)), 16))};
+}
+inline Vec load(const half* p, int n) { return {_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(n), p))}; }
+inline void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
+inline Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
+inline float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
+// a where a <= limit, else 0 (NaN gives 0)
+inline Vec where_at_most(Vec a, Vec limit, Vec value) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, limit.v, _CMP_LE_OQ), value.v)};
+}
+inline Vec keep_first(Vec a, int n, float other) { return {_mm512_mask_mov_ps(_mm512_set1_ps(other), first(n), a.v)}; }
+
+inline Vec exp(Vec a) {
+  const __m512 log2e = _mm512_set1_ps(1.44269504088896341f);
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(a.v, log2e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), a.v);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.98412698e-4f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.38888889e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.33333333e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.16666667e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.66666667e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+  p = _mm512_scalef_ps(p, n);
+  p = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ), p);  // NaN stays NaN
+  return {_mm512_mask_mov_ps(p, _mm512_cmp_ps_mask(a.v, _mm512_set1_ps(88.7f), _CMP_GT_OQ), _mm512_set1_ps(kInfinity))};
+}
+
+// Appends (a, b, c) of the lanes with a <= limit to one list and of the others to another; returns how many went left.
+inline int part(Vec a, Vec b, Ints c, int n, Vec limit, float* la, float* lb, int32_t* lc, float* ra, float* rb,
+                int32_t* rc) {
+  const __mmask16 all = first(n), left = _mm512_mask_cmp_ps_mask(all, a.v, limit.v, _CMP_LE_OQ), right = all & ~left;
+  _mm512_storeu_ps(la, _mm512_maskz_compress_ps(left, a.v));
+  _mm512_storeu_ps(lb, _mm512_maskz_compress_ps(left, b.v));
+  _mm512_storeu_si512(lc, _mm512_maskz_compress_epi32(left, c.v));
+  _mm512_storeu_ps(ra, _mm512_maskz_compress_ps(right, a.v));
+  _mm512_storeu_ps(rb, _mm512_maskz_compress_ps(right, b.v));
+  _mm512_storeu_si512(rc, _mm512_maskz_compress_epi32(right, c.v));
+  return __builtin_popcount(left);
+}
+
+inline Ints int_zero() { return {_mm512_setzero_si512()}; }
+inline Ints load_ints(const void* p) { return {_mm512_loadu_si512(p)}; }
+inline void store_ints(void* p, Ints a) { _mm512_storeu_si512(p, a.v); }
+inline Ints set_ints(int32_t x) { return {_mm512_set1_epi32(x)}; }
+inline Vec to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
+// 32 signed bytes as int16: the pair of channels of each token
+inline Ints load_bytes(const int8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p))}; }
+inline Ints set_pair(const int16_t* p) {  // the same two int16 in every lane
+  int32_t pair;
+  std::memcpy(&pair, p, 4);
+  return {_mm512_set1_epi32(pair)};
+}
+// acc + a.lo b.lo + a.hi b.hi on int16 pairs
+inline Ints pairs_dot(Ints acc, Ints a, Ints b) {
+#ifdef __AVX512VNNI__
+  return {_mm512_dpwssd_epi32(acc.v, a.v, b.v)};
+#else
+  return {_mm512_add_epi32(acc.v, _mm512_madd_epi16(a.v, b.v))};
+#endif
+}
+
+// The sums of sixteen vectors, one per lane.
+inline Vec sums(const Vec r[16]) {
+  __m512 x[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m512 a = r[4 * i].v, b = r[4 * i + 1].v, c = r[4 * i + 2].v, d = r[4 * i + 3].v;
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const __m512d p = _mm512_castps_pd(ab), q = _mm512_castps_pd(cd);
+    x[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(p, q)), _mm512_castpd_ps(_mm512_unpackhi_pd(p, q)));
+  }
+  const __m512 s = _mm512_add_ps(_mm512_shuffle_f32x4(x[0], x[1], 0x88), _mm512_shuffle_f32x4(x[0], x[1], 0xdd));
+  const __m512 t = _mm512_add_ps(_mm512_shuffle_f32x4(x[2], x[3], 0x88), _mm512_shuffle_f32x4(x[2], x[3], 0xdd));
+  return {_mm512_add_ps(_mm512_shuffle_f32x4(s, t, 0x88), _mm512_shuffle_f32x4(s, t, 0xdd))};
+}
+
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+
+#else
+
+struct Vec {
+  float v[16];
+};
+struct Ints {
+  int32_t v[16];
+};
+
+#define ENTROPIC_EACH for (int i = 0; i < 16; ++i)
+inline Vec set(float x) {
+  Vec o;
+  ENTROPIC_EACH o.v[i] = x;
+  return o;
+}
+inline Vec zero() { return set(0.0f); }
+template <class T>
+inline Vec load(const T* p) {
+  Vec o;
+  ENTROPIC_EACH o.v[i] = to_float(p[i]);
+  return o;
+}
+template <class T>
+inline Vec load(const T* p, int n) {
+  Vec o;
+  ENTROPIC_EACH o.v[i] = i < n ? to_float(p[i]) : 0.0f;
+  return o;
+}
+inline void store(float* p, Vec a) { std::memcpy(p, a.v, 64); }
+inline Vec operator+(Vec a, Vec b) {
+  ENTROPIC_EACH a.v[i] += b.v[i];
+  return a;
+}
+inline Vec operator-(Vec a, Vec b) {
+  ENTROPIC_EACH a.v[i] -= b.v[i];
+  return a;
+}
+inline Vec operator*(Vec a, Vec b) {
+  ENTROPIC_EACH a.v[i] *= b.v[i];
+  return a;
+}
+inline Vec fma(Vec a, Vec b, Vec c) {
+  ENTROPIC_EACH a.v[i] = a.v[i] * b.v[i] + c.v[i];
+  return a;
+}
+inline Vec max(Vec a, Vec b) {
+  ENTROPIC_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i];
+  return a;
+}
+inline float sum(Vec a) {
+  for (int n = 8; n > 0; n /= 2)
+    for (int i = 0; i < n; ++i) a.v[i] += a.v[i + n];
+  return a.v[0];
+}
+inline float largest(Vec a) {
+  float o = a.v[0];
+  ENTROPIC_EACH o = a.v[i] > o ? a.v[i] : o;
+  return o;
+}
+inline Vec where_at_most(Vec a, Vec limit, Vec value) {
+  ENTROPIC_EACH value.v[i] = a.v[i] <= limit.v[i] ? value.v[i] : 0.0f;
+  return value;
+}
+inline Vec keep_first(Vec a, int n, float other) {
+  ENTROPIC_EACH a.v[i] = i < n ? a.v[i] : other;
+  return a;
+}
+inline Vec exp(Vec a) {
+  ENTROPIC_EACH a.v[i] = a.v[i] < -87.0f ? 0.0f : std::exp(a.v[i]);
+  return a;
+}
+inline int part(Vec a, Vec b, Ints c, int n, Vec limit, float* la, float* lb, int32_t* lc, float* ra, float* rb,
+                int32_t* rc) {
+  int left = 0, right = 0;
+  for (int i = 0; i < n; ++i) {
+    if (a.v[i] <= limit.v[i])
+      la[left] = a.v[i], lb[left] = b.v[i], lc[left++] = c.v[i];
+    else
+      ra[right] = a.v[i], rb[right] = b.v[i], rc[right++] = c.v[i];
+  }
+  return left;
+}
+inline Ints set_ints(int32_t x) {
+  Ints o;
+  ENTROPIC_EACH o.v[i] = x;
+  return o;
+}
+inline Ints int_zero() { return set_ints(0); }
+inline Ints load_ints(const void* p) {
+  Ints o;
+  std::memcpy(o.v, p, 64);
+  return o;
+}
+inline void store_ints(void* p, Ints a) { std::memcpy(p, a.v, 64); }
+inline Vec to_floats(Ints a) {
+  Vec o;
+  ENTROPIC_EACH o.v[i] = static_cast<float>(a.v[i]);
+  return o;
+}
+inline Ints load_bytes(const int8_t* p) {
+  Ints o;
+  ENTROPIC_EACH {
+    const uint32_t low = static_cast<uint16_t>(static_cast<int16_t>(p[2 * i]));
+    o.v[i] = static_cast<int32_t>(low | static_cast<uint32_t>(static_cast<uint16_t>(static_cast<int16_t>(p[2 * i + 1]))) << 16);
+  }
+  return o;
+}
+inline Ints set_pair(const int16_t* p) {
+  int32_t pair;
+  std::memcpy(&pair, p, 4);
+  return set_ints(pair);
+}
+inline Ints pairs_dot(Ints acc, Ints a, Ints b) {
+  ENTROPIC_EACH {
+    const auto x = static_cast<uint32_t>(a.v[i]), y = static_cast<uint32_t>(b.v[i]);
+    acc.v[i] += static_cast<int16_t>(x) * static_cast<int16_t>(y) +
+                static_cast<int16_t>(x >> 16) * static_cast<int16_t>(y >> 16);
+  }
+  return acc;
+}
+inline Vec sums(const Vec r[16]) {
+  Vec o;
+  ENTROPIC_EACH o.v[i] = sum(r[i]);
+  return o;
+}
+inline void prefetch(const void* p) { __builtin_prefetch(p); }
+#undef ENTROPIC_EACH
+
+#endif
 
 }  // namespace simd

@@ -1,0 +1,219 @@
+"""The paged cache and its decode attention through the C++ kernels: same results as the PyTorch versions.
+
+Every function works on the tensors' own memory; the structures mirror ``src/attention.h`` field by field.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from backends.native.build import library
+
+if TYPE_CHECKING:
+    from backends.kv_cache import PagedKVCache
+    from entropic_ctl.signals import FloatArray, IntArray
+
+__all__ = ["MAX_HEAD_DIM", "DecodeResult", "DecodeRows", "decode", "seal", "write"]
+
+MAX_HEAD_DIM = 256
+"""Widest head the kernels hold."""
+
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_POINTERS = "out token length table theta candidate sinks mass read kept lse"
+
+
+class _Pool(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("k", "v", "record")),
+        ("record_bytes", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("heads", "page", "dim", "dtype")),
+    )
+
+
+class _Work(ctypes.Structure):
+    _fields_ = (
+        ("query", ctypes.c_void_p),
+        ("query_token", ctypes.c_int64),
+        ("query_head", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in _POINTERS.split()),
+        ("table_stride", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("rows", "group", "query_dtype", "window", "sink_tokens", "threads")),
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+    )
+
+
+def _pool(cache: PagedKVCache, layer: int, *, shadow: bool) -> _Pool:
+    record, size = None, 0
+    if shadow:
+        record, size = cache.shadow.record[layer].data_ptr(), cache.shadow.record.shape[-1]
+    return _Pool(
+        cache.k[layer].data_ptr(),
+        cache.v[layer].data_ptr(),
+        record,
+        size,
+        cache.n_kv_heads,
+        cache.page_tokens,
+        cache.head_dim,
+        _DTYPES[cache.dtype],
+    )
+
+
+def write(
+    cache: PagedKVCache,
+    layer: int,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    page: torch.Tensor,
+    offset: torch.Tensor,
+) -> None:
+    """Store K and V (n_kv_heads, T, D) of T packed tokens; see :meth:`backends.kv_cache.PagedKVCache.write`."""
+    key, value = (x.to(cache.dtype) if x.stride(2) == 1 else x.to(cache.dtype).contiguous() for x in (key, value))
+    i64, i32, at = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
+    library().entropic_write(
+        at(cache.k[layer].data_ptr()),
+        at(cache.v[layer].data_ptr()),
+        at(key.data_ptr()),
+        at(value.data_ptr()),
+        at(page.data_ptr()),
+        at(offset.data_ptr()),
+        i64(page.shape[0]),
+        i32(cache.n_kv_heads),
+        i32(cache.page_tokens),
+        i32(cache.head_dim),
+        i32(cache.k.element_size()),
+        *(i64(n) for n in (key.stride(0), key.stride(1), value.stride(0), value.stride(1))),
+    )
+
+
+def seal(cache: PagedKVCache, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Quantise full pages in every layer; return which have a valid shadow, shape (len(pages),)."""
+    ids, good = np.ascontiguousarray(pages, np.int64), np.zeros(pages.shape[0], np.uint8)
+    shadow, at = cache.shadow, ctypes.c_void_p
+    library().entropic_seal(
+        ctypes.byref(_pool(cache, 0, shadow=True)),
+        ctypes.c_int64(cache.n_layers),
+        ctypes.c_int64(cache.n_pages),
+        at(ids.ctypes.data),
+        ctypes.c_int64(ids.shape[0]),
+        at(shadow.value_centre.data_ptr()),
+        at(shadow.value_radius.data_ptr()),
+        at(good.ctypes.data),
+        ctypes.c_int32(torch.get_num_threads()),
+    )
+    return good.astype(np.bool_)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRows:
+    """The n rows of a step that run one token.
+
+    Parameters
+    ----------
+    token, length : int64 array, shape (n,)
+        Place of the row's query in the packed axis; tokens cached, this one included.
+    table : int64 array, shape (n, P)
+        Page ids, any number past the row's last page.
+    candidate : uint8 array, shape (n, P)
+        1 where a page may be left out.
+    theta_nats : FloatArray, shape (n,)
+    """
+
+    token: IntArray
+    length: IntArray
+    table: IntArray
+    candidate: npt.NDArray[np.uint8]
+    theta_nats: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeResult:
+    """What one layer read and lost, rows in the order of :class:`DecodeRows`; entries of exact rows are 0.
+
+    Parameters
+    ----------
+    mass : FloatArray, shape (n, H)
+        Certified softmax mass of the pages not read.
+    read : int32 array, shape (n, n_kv_heads)
+        Pages whose K and V were read.
+    kept : uint8 array, shape (n, n_kv_heads, P), or None
+    lse : float32 array, shape (n, H)
+    """
+
+    mass: FloatArray
+    read: npt.NDArray[np.int32]
+    kept: npt.NDArray[np.uint8] | None
+    lse: npt.NDArray[np.float32]
+
+
+def decode(
+    cache: PagedKVCache,
+    layer: int,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    rows: DecodeRows,
+    scoring: Any,
+    *,
+    prunes: bool,
+    window: int | None = None,
+    sink_tokens: int = 0,
+    sinks: torch.Tensor | None = None,
+    want_kept: bool = False,
+) -> DecodeResult:
+    """Attend for the one new token of each row.
+
+    Parameters
+    ----------
+    query : tensor, shape (H, T, D), any strides with the last 1
+    out : tensor, shape (T, H, D), contiguous, dtype of ``query``
+        Receives the rows' outputs.
+    scoring : backends.attention.reference.Scoring
+    prunes : bool
+        False reads everything, whatever the budgets.
+    window, sink_tokens : int, optional
+        A sliding window in tokens and the leading tokens seen besides it; such a layer is never pruned.
+    sinks : tensor, shape (H,), optional
+        Learned sink logits.
+    want_kept : bool
+        Also return which pages were read.
+    """
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    n, heads = rows.length.shape[0], cache.n_kv_heads
+    n_heads, pages = query.shape[0], rows.table.shape[1]
+    theta = rows.theta_nats if prunes else np.zeros(n)
+    mass = np.zeros((n, n_heads))
+    read = np.zeros((n, heads), np.int32)
+    kept = np.zeros((n, heads, pages), np.uint8) if want_kept else None
+    lse = np.empty((n, n_heads), np.float32)
+    logits = None if sinks is None else sinks.detach().to("cpu", torch.float32).contiguous()
+    work = _Work(
+        query.data_ptr(),
+        query.stride(1),
+        query.stride(0),
+        out.data_ptr(),
+        *(x.ctypes.data for x in (rows.token, rows.length, rows.table, theta, rows.candidate)),
+        None if logits is None else logits.data_ptr(),
+        mass.ctypes.data,
+        read.ctypes.data,
+        None if kept is None else kept.ctypes.data,
+        lse.ctypes.data,
+        pages,
+        n,
+        n_heads // heads,
+        _DTYPES[query.dtype],
+        window or 0,
+        sink_tokens,
+        torch.get_num_threads(),
+        scoring.scale,
+        scoring.softcap or 0.0,
+    )
+    pool = _pool(cache, layer, shadow=bool((theta > 0).any()))
+    library().entropic_decode(ctypes.byref(pool), ctypes.byref(work))
+    return DecodeResult(mass, read, kept, lse)

@@ -1,0 +1,119 @@
+// Decode attention over the paged cache: shared types. See backends/attention/native.py for the Python side.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "simd.h"
+
+namespace attention {
+
+enum Dtype : int32_t { kBf16 = 0, kHalf = 1, kFloat = 2 };
+
+// One layer of the cache. Pools are (pages, heads, page, dim), contiguous.
+struct Pool {
+  const void *k, *v;
+  const uint8_t* record;  // (pages, heads, record_bytes), or null without a shadow
+  int64_t record_bytes;
+  int32_t heads, page, dim, dtype;
+};
+
+// The decode rows of one step in one layer, and where their results go.
+struct Work {
+  const void* query;  // dtype query_dtype; element (token, head, d) at token * query_token + head * query_head + d
+  int64_t query_token, query_head;
+  void* out;                 // (tokens, H, dim), contiguous, dtype of the query
+  const int64_t* token;      // (rows): place of each row's query in the packed axis
+  const int64_t* length;     // (rows): tokens cached, this one included
+  const int64_t* table;      // (rows, table_stride): page ids
+  const double* theta;       // (rows): 0 reads everything
+  const uint8_t* candidate;  // (rows, table_stride): 1 where a page may be left out
+  const float* sinks;        // (H): learned sink logits, or null
+  double* mass;              // (rows, H): certified pruned mass
+  int32_t* read;             // (rows, heads): pages read exactly
+  uint8_t* kept;             // (rows, heads, table_stride), or null: 1 where a page was read
+  float* lse;                // (rows, H), or null: log-sum-exp, sinks included
+  int64_t table_stride;
+  int32_t rows, group, query_dtype, window, sink_tokens, threads;
+  float scale, softcap;  // softcap 0: none
+};
+
+constexpr int kBlock = 4;  // query heads that go through a kernel together
+
+inline int padded(int n, int to) { return (n + to - 1) / to * to; }
+
+// Whether the bfloat16 products are used: keys, values and queries all bfloat16, and the processor has them.
+bool pairs_used(const Work& work, const Pool& pool);
+
+// The query heads of one (row, KV head).
+struct Query {
+  int group, dim, stride;     // stride: dim padded to 32
+  bool exact_bf16;            // the query's own values are bfloat16
+  std::vector<float> values;  // (group, stride), 0 past dim
+  std::vector<uint16_t> bf16; // (group, stride), if exact_bf16
+  std::vector<int16_t> q16;   // (group, stride): values / alpha, rounded
+  std::vector<float> alpha;   // (group)
+  std::vector<double> norm;   // (group): |scale| times the Euclidean norm, rounded up
+  float scale, softcap;
+  void load(const Work& work, int64_t row, int head, int dim, int32_t pool_dtype);
+};
+
+struct Segment {  // tokens begin .. end - 1 of a page
+  int64_t page;
+  int32_t begin, end;
+};
+
+// Partial softmax of `group` heads: maximum, sum of exp(score - maximum), values weighted by them. With bfloat16 keys,
+// values and queries the weights of the values are bfloat16 too; `weight` is the sum of what they were rounded to, and
+// the channels of `out` are in the order of `channel`.
+struct State {
+  int group, stride;  // stride: dim padded to 32
+  std::vector<float> top, total, weight, out;
+  void reset(int group, int dim);
+  double lse(int head) const;
+};
+
+// Place in `out` of channel d: as it is, or the order that interleaving two rows leaves (32 channels at a time).
+inline int channel(int d, bool pairs) { return pairs ? (d & ~31) + ((d & 4) << 2) + ((d & 24) >> 1) + (d & 3) : d; }
+
+// Adds the tokens of the segments to the state, in order. `scratch` grows as needed.
+void attend(const Pool& pool, int head, const Segment* segments, int64_t count, const Query& query, State* state,
+            std::vector<float>* scratch);
+
+// Largest Euclidean norm of a key among the segments' tokens.
+double key_norm(const Pool& pool, int head, const Segment* segments, int64_t count);
+
+// What the shadow says of one (row, KV head)'s candidate pages; arrays are (group, capacity).
+struct Bounds {
+  int64_t count = 0, capacity = 0;
+  std::vector<float> step, error, norm;                    // (capacity)
+  std::vector<float> centre, weight;                       // q.m, sum |qw|
+  std::vector<float> mass, upper, lower;                   // in units of exp(reference)
+  std::vector<int32_t> dots;                               // (16, group, blocks, 16)
+  void resize(int group, int64_t count, int blocks);
+};
+
+// Fills the bounds of all pages of the list.
+void score(const Pool& pool, int head, const int64_t* pages, const Query& query, const float* reference,
+           Bounds* bounds);
+
+// Which pages one query head may drop: ascending by upper bound (ties by place) while
+//   sum of upper <= f (base + sum of lower of the others).
+struct Dropper {
+  std::vector<float> upper[3], lower[3];
+  std::vector<int32_t> place[3];
+  std::vector<int32_t> order;
+  // Adds 1 to votes[i] for each of the `count` pages it may drop.
+  void vote(const float* upper_bound, const float* lower_bound, int64_t count, double base, double f, int32_t* votes);
+};
+
+// Offsets of the parts of a record; see Shadow in backends/kv_cache.py.
+struct Record {
+  int width, blocks;  // channels padded to 8; blocks of 16 tokens
+  explicit Record(const Pool& pool) : width(padded(pool.dim, 8)), blocks((pool.page + 15) / 16) {}
+  int weight() const { return 16; }
+  int centre() const { return 16 + width; }
+  int codes() const { return 16 + 3 * width; }
+  int bytes() const { return codes() + 16 * blocks * width; }
+};
+
+}  // namespace attention

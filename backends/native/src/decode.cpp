@@ -1,0 +1,236 @@
+// Decode attention of one layer for all rows of a step: exact for rows without a budget; scored, selected, read and
+// certified for the others. Work is cut by (row, KV head) and, where exact, by a fixed number of pages, so that what a
+// row gets does not depend on the rest of the batch or on the number of threads.
+#include <algorithm>
+
+#include "attention.h"
+#include "pool.h"
+
+namespace attention {
+namespace {
+
+using namespace simd;
+
+constexpr int kTaskTokens = 2048;   // exact rows: tokens per task
+constexpr double kUnit = 5.9604644775390625e-8;  // 2^-24
+
+double gamma(int n) { return n * kUnit / (1.0 - n * kUnit); }
+
+// Rounding of a float32 log-sum-exp over `terms` real keys; see backends/attention/pruned.py.
+double exact_slack(double query_norm, double key_norm, double lse, double terms, int dim, double softcap) {
+  const double g = gamma(dim + 6), n = terms + 8.0;
+  return query_norm * key_norm * g * (1.0 + 8.0 * g) + (n + 5.0 * std::log(n) + 16.0) * kUnit +
+         4.0 * kUnit * std::fabs(lse) + 8.0 * kUnit * softcap;
+}
+
+struct Scratch {  // one per thread
+  Query query;
+  Bounds bounds;
+  State state;
+  std::vector<float> weight;
+  std::vector<Segment> segments;
+  std::vector<int64_t> pages;
+  std::vector<int32_t> place, votes;
+  std::vector<uint8_t> out;
+  Dropper dropper;
+};
+
+void write_out(const Work& w, const Pool& pool, int64_t row, int head, const State& state, bool pairs) {
+  const int64_t heads = static_cast<int64_t>(pool.heads) * w.group;
+  for (int g = 0; g < w.group; ++g) {
+    const int64_t h = static_cast<int64_t>(head) * w.group + g;
+    double lse = state.lse(g), share = state.weight[g] == 0.0f ? 0.0 : 1.0 / state.weight[g];
+    if (w.sinks != nullptr) {
+      const double sink = w.sinks[h], top = std::max(lse, sink);
+      const double joined = top == -kInfinity ? top : top + std::log(std::exp(lse - top) + std::exp(sink - top));
+      share *= joined == -kInfinity ? 0.0 : std::exp(lse - joined);
+      lse = joined;
+    }
+    const float* o = state.out.data() + static_cast<int64_t>(g) * state.stride;
+    const int64_t at = (w.token[row] * heads + h) * pool.dim;
+    for (int d = 0; d < pool.dim; ++d) {
+      const float x = o[channel(d, pairs)] * static_cast<float>(share);
+      switch (w.query_dtype) {
+        case kBf16: from_float(x, static_cast<bf16*>(w.out) + at + d); break;
+        case kHalf: from_float(x, static_cast<half*>(w.out) + at + d); break;
+        default: static_cast<float*>(w.out)[at + d] = x;
+      }
+    }
+    if (w.lse != nullptr) w.lse[row * heads + h] = static_cast<float>(lse);
+  }
+}
+
+// The tokens an exact row sees: all, or the sinks and the window.
+void visible(const Work& w, const Pool& pool, int64_t row, std::vector<Segment>* out) {
+  const int64_t length = w.length[row], page = pool.page;
+  const int64_t* table = w.table + row * w.table_stride;
+  const int64_t start = w.window > 0 ? std::max<int64_t>(length - w.window, 0) : 0;
+  const int64_t sinks = std::min<int64_t>(w.window > 0 ? w.sink_tokens : 0, start);
+  out->clear();
+  const auto add = [&](int64_t from, int64_t to) {
+    for (int64_t t = from; t < to;) {
+      const int64_t p = t / page, end = std::min((p + 1) * page, to);
+      out->push_back({table[p], static_cast<int32_t>(t - p * page), static_cast<int32_t>(end - p * page)});
+      t = end;
+    }
+  };
+  add(0, sinks);
+  add(start, length);
+}
+
+void merge(State* into, const State& from) {
+  for (int g = 0; g < into->group; ++g) {
+    const float top = std::max(into->top[g], from.top[g]);
+    const float shift = top == -kInfinity ? 0.0f : top;
+    const float a = into->top[g] == -kInfinity ? 0.0f : std::exp(into->top[g] - shift);
+    const float b = from.top[g] == -kInfinity ? 0.0f : std::exp(from.top[g] - shift);
+    float* o = into->out.data() + static_cast<int64_t>(g) * into->stride;
+    const float* x = from.out.data() + static_cast<int64_t>(g) * from.stride;
+    for (int d = 0; d < into->stride; d += 16) store(o + d, fma(load(x + d), set(b), load(o + d) * set(a)));
+    into->total[g] = into->total[g] * a + from.total[g] * b;
+    into->weight[g] = into->weight[g] * a + from.weight[g] * b;
+    into->top[g] = top;
+  }
+}
+
+void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) {
+  const int64_t length = w.length[row], pages = (length + pool.page - 1) / pool.page;
+  const int64_t* table = w.table + row * w.table_stride;
+  const uint8_t* candidate = w.candidate + row * w.table_stride;
+  const int group = w.group, dim = pool.dim;
+  const int64_t heads = static_cast<int64_t>(pool.heads) * group;
+  s->segments.clear(), s->pages.clear(), s->place.clear();
+  for (int64_t p = 0; p < pages; ++p) {
+    if (candidate[p]) {
+      s->pages.push_back(table[p]);
+      s->place.push_back(static_cast<int32_t>(p));
+    } else {
+      s->segments.push_back({table[p], 0, static_cast<int32_t>(std::min<int64_t>(pool.page, length - p * pool.page))});
+    }
+  }
+  const int64_t count = static_cast<int64_t>(s->pages.size()), fixed = static_cast<int64_t>(s->segments.size());
+  s->query.load(w, row, head, dim, pool.dtype);
+  s->state.reset(group, dim);
+  attend(pool, head, s->segments.data(), fixed, s->query, &s->state, &s->weight);
+  double norm = key_norm(pool, head, s->segments.data(), fixed);
+
+  // Masses are relative to e^reference, the fixed pages' own: their lower bound is then 1 less the slack.
+  std::vector<float> reference(group);
+  std::vector<double> base(group);
+  bool known = true;
+  const double fixed_tokens = static_cast<double>(length - count * pool.page);
+  for (int g = 0; g < group; ++g) {
+    const double lse = s->state.lse(g);
+    reference[g] = static_cast<float>(lse);
+    const double slack = exact_slack(s->query.norm[g], norm, lse, fixed_tokens, dim, w.softcap);
+    known = known && std::isfinite(lse) && std::isfinite(slack);
+    base[g] = std::exp(lse - static_cast<double>(reference[g]) - slack);
+  }
+  const double budget = std::expm1(w.theta[row]) * (1.0 - (static_cast<double>(count) + 64.0) * 8.0 * kUnit);
+  std::vector<double> dropped(group, 0.0);
+  s->out.assign(count, 0);
+  if (known && budget > 0.0) {
+    Bounds& b = s->bounds;
+    b.resize(group, count, Record(pool).blocks);
+    score(pool, head, s->pages.data(), s->query, reference.data(), &b);
+    s->votes.assign(count, 0);
+    for (int g = 0; g < group; ++g)
+      s->dropper.vote(&b.upper[g * b.capacity], &b.lower[g * b.capacity], count, base[g], budget, s->votes.data());
+    for (int64_t p = 0; p < count; ++p) {
+      if (s->votes[p] != group) continue;
+      s->out[p] = 1;
+      for (int g = 0; g < group; ++g) dropped[g] += b.upper[g * b.capacity + p];
+    }
+  }
+  const int64_t fixed_end = fixed;
+  for (int64_t p = 0; p < count; ++p) {
+    if (s->out[p]) continue;
+    s->segments.push_back({s->pages[p], 0, pool.page});
+    float scalars[4];
+    std::memcpy(scalars, pool.record + (s->pages[p] * pool.heads + head) * pool.record_bytes, 16);
+    norm = scalars[2] <= norm ? norm : scalars[2];
+  }
+  const int64_t read = static_cast<int64_t>(s->segments.size());
+  attend(pool, head, s->segments.data() + fixed_end, read - fixed_end, s->query, &s->state, &s->weight);
+
+  const double read_tokens = static_cast<double>(length - (pages - read) * pool.page);
+  for (int g = 0; g < group; ++g) {
+    double mass = 0.0;
+    if (read < pages) {
+      const double lse = s->state.lse(g);
+      const double kept = lse - exact_slack(s->query.norm[g], norm, lse, read_tokens, dim, w.softcap);
+      const double lost = std::log(dropped[g] * (1.0 + 1e-9)) + static_cast<double>(reference[g]);
+      mass = std::min(1.0, 1.0 / (1.0 + std::exp(kept - lost)) * (1.0 + 1e-9) + 1e-300);
+      if (!(mass >= 0.0)) mass = 1.0;
+    }
+    w.mass[row * heads + static_cast<int64_t>(head) * group + g] = mass;
+  }
+  const int64_t cell = row * pool.heads + head;
+  w.read[cell] = static_cast<int32_t>(read);
+  if (w.kept != nullptr) {
+    uint8_t* kept = w.kept + cell * w.table_stride;
+    std::fill(kept, kept + pages, uint8_t{1});
+    for (int64_t p = 0; p < count; ++p) kept[s->place[p]] = !s->out[p];
+  }
+  write_out(w, pool, row, head, s->state, pairs_used(w, pool));
+}
+
+struct Task {
+  int32_t row, head, part;  // part -1: pruned
+};
+
+}  // namespace
+}  // namespace attention
+
+extern "C" void entropic_decode(const attention::Pool* pool_, const attention::Work* work_) {
+  using namespace attention;
+  const Pool& pool = *pool_;
+  const Work& w = *work_;
+  std::vector<Task> tasks;
+  std::vector<std::vector<Segment>> segments(w.rows);
+  std::vector<int64_t> first(w.rows, 0);
+  const int64_t pages = std::max(kTaskTokens / pool.page, 1);
+  for (int r = 0; r < w.rows; ++r)
+    if (w.theta[r] > 0)
+      for (int h = 0; h < pool.heads; ++h) tasks.push_back({r, h, -1});
+  const int64_t n_pruned = static_cast<int64_t>(tasks.size());
+  for (int r = 0; r < w.rows; ++r) {
+    if (w.theta[r] > 0) continue;
+    visible(w, pool, r, &segments[r]);
+    first[r] = static_cast<int64_t>(tasks.size()) - n_pruned;
+    const int64_t parts = std::max<int64_t>((static_cast<int64_t>(segments[r].size()) + pages - 1) / pages, 1);
+    for (int h = 0; h < pool.heads; ++h)
+      for (int64_t part = 0; part < parts; ++part) tasks.push_back({r, h, static_cast<int32_t>(part)});
+  }
+  const int64_t n = static_cast<int64_t>(tasks.size());
+  std::vector<State> parts(n - n_pruned);
+  pool::Queue queue, rows;
+  pool::Barrier barrier(w.threads);
+  pool::run(w.threads, [&](int, int) {
+    static thread_local Scratch scratch;
+    for (int64_t i; (i = queue.take()) < n;) {
+      const Task& task = tasks[i];
+      if (task.part < 0) {
+        pruned(pool, w, task.row, task.head, &scratch);
+        continue;
+      }
+      const std::vector<Segment>& all = segments[task.row];
+      const int64_t from = task.part * pages, count = std::min<int64_t>(pages, static_cast<int64_t>(all.size()) - from);
+      State& state = parts[i - n_pruned];
+      scratch.query.load(w, task.row, task.head, pool.dim, pool.dtype);
+      state.reset(w.group, pool.dim);
+      attend(pool, task.head, all.data() + from, count, scratch.query, &state, &scratch.weight);
+    }
+    if (n_pruned == n) return;
+    barrier.wait();
+    for (int64_t r; (r = rows.take()) < w.rows;) {
+      if (w.theta[r] > 0) continue;
+      const int64_t each = std::max<int64_t>((static_cast<int64_t>(segments[r].size()) + pages - 1) / pages, 1);
+      for (int h = 0; h < pool.heads; ++h) {
+        State& whole = parts[first[r] + h * each];
+        for (int64_t part = 1; part < each; ++part) merge(&whole, parts[first[r] + h * each + part]);
+        write_out(w, pool, r, h, whole, pairs_used(w, pool));
+      }
+    }
+  });
+}
