@@ -40,7 +40,8 @@ _LARGE_BYTES = 16 << 20  # smaller models stay where they are
 _PAGE_BYTES = 2 << 20
 _LINE_BYTES = 64
 _ANGLES_FIXED = {"default", "linear", "llama3", "yarn"}  # rotary types whose angles depend on the position only
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.05}  # of the root mean square, against the model's own forward
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the root mean square, against the model's own forward
+_FIRST = 0.1  # part of it allowed in the first layer, where no rounding has piled up
 
 
 class FusedDecoder:
@@ -246,7 +247,7 @@ class FusedDecoder:
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             for name, got in (("queries", query), ("keys", key), ("values", value)):
                 error = _distance(got, getattr(theirs[layer], name))
-                if not error <= tolerance:
+                if not error <= (tolerance if layer else _FIRST * tolerance):
                     raise NotCoveredError(f"layer {layer}: {name} differ by {error:.2g} from the model's own")
             return _plain_attention(query, key, value, self._options[layer]["scaling"])
 
@@ -314,7 +315,7 @@ def _gather(network: Any) -> None:
     sizes = [-(-p.numel() * p.element_size() // _LINE_BYTES) * _LINE_BYTES for p in parameters]
     if sum(sizes) < _LARGE_BYTES or len({p.untyped_storage().data_ptr() for p in parameters}) == 1:
         return
-    memory = mmap.mmap(-1, sum(sizes) + _PAGE_BYTES)
+    memory = mmap.mmap(-1, sum(sizes) + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     block = torch.frombuffer(memory, dtype=torch.uint8)

@@ -90,7 +90,9 @@ def read(network: Any) -> Layout:
     ropes = sorted(set(kinds), key=str)
     if len(ropes) > _MOST_ROPES:
         raise NotCoveredError(f"{len(ropes)} kinds of rotary angles")
-    layers = [_layer(layer, ropes.index(kind), i) for i, (layer, kind) in enumerate(zip(body.layers, kinds, strict=True))]
+    layers = [
+        _layer(layer, ropes.index(kind), i) for i, (layer, kind) in enumerate(zip(body.layers, kinds, strict=True))
+    ]
     layouts = {tuple(name for name, norm in parts.norms.items() if norm is not None) for parts in layers}
     if len(layouts) > 1:
         raise NotCoveredError("layers with norms in different places")
@@ -176,9 +178,10 @@ def _layer(layer: nn.Module, rope: int, index: int) -> LayerParts:
         linears |= {key: _linear(getattr(mlp, f"{key}_proj"), key) for key in ("gate", "up")}
     linears["down"] = _linear(mlp.down_proj, "down_proj")
     around = _norm_places(layer, where)
-    norms = {
-        key: None if name is None else getattr(layer, name).weight.detach() for key, name in around.items()
-    } | {key: getattr(attention, key).weight.detach() if hasattr(attention, key) else None for key in ("q_norm", "k_norm")}
+    norms = {key: None if name is None else getattr(layer, name).weight.detach() for key, name in around.items()} | {
+        key: getattr(attention, key).weight.detach() if hasattr(attention, key) else None
+        for key in ("q_norm", "k_norm")
+    }
     return LayerParts(linears, norms, rope, attention)
 
 
