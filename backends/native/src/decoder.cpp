@@ -29,7 +29,8 @@ void product(const T* x, int64_t m, const Matrix& w, int64_t c, Done done) {
   const int64_t from = c * kChunk, n = std::min(kChunk, w.rows - from);
   for (int64_t row = 0; row < m; row += kGroup) {
     const int64_t group = std::min(kGroup, m - row);
-    gemm::dots(x + row * w.depth, w.depth, group, at<T>(w.weight, from * w.stride), w.stride, n, w.depth, out, kChunk);
+    gemm::dots(x + row * w.depth, w.depth, group, at<T>(w.weight, from * w.stride), w.stride, n, w.rows - from,
+               w.depth, out, kChunk);
     for (int64_t i = 0; i < group; ++i) {
       if (w.bias != nullptr) rows::add_bias(out + i * kChunk, at<T>(w.bias, from), n);
       done(row + i, from, n, out + i * kChunk);
@@ -39,7 +40,7 @@ void product(const T* x, int64_t m, const Matrix& w, int64_t c, Done done) {
 
 template <class T>
 void norm_all(const Model& model, const T* x, const void* weight, int64_t m, T* out, Team& team) {
-  for (int64_t i; (i = team.take()) < m;)
+  for (int64_t i; (i = team.take(m)) < m;)
     rows::norm(model.norm, x + i * model.hidden, at<T>(weight), model.hidden, model.eps, out + i * model.hidden);
 }
 
@@ -50,7 +51,7 @@ void project_back(const Model& model, const Step& step, const T* from, const Mat
   const int64_t hidden = model.hidden;
   T *x = at<T>(step.x), *h = at<T>(step.h);
   team.next();
-  for (int64_t c; (c = team.take()) < chunks(w);)
+  for (int64_t c; (c = team.take(chunks(w))) < chunks(w);)
     product(from, step.tokens, w, c, [&](int64_t i, int64_t column, int64_t n, const float* value) {
       if (weight == nullptr)
         rows::add(value, n, x + i * hidden + column);
@@ -59,7 +60,7 @@ void project_back(const Model& model, const Step& step, const T* from, const Mat
     });
   if (weight == nullptr) return;
   team.next();
-  for (int64_t i; (i = team.take()) < step.tokens;) {
+  for (int64_t i; (i = team.take(step.tokens)) < step.tokens;) {
     T* row = h + i * hidden;
     rows::norm(model.norm, row, at<T>(weight), hidden, model.eps, row);
     rows::add(row, hidden, x + i * hidden);
@@ -96,7 +97,7 @@ void before_attention(const Model& model, const Step& step, int64_t index, Team&
   T* outputs[3] = {at<T>(step.q), at<T>(step.k), at<T>(step.v)};
   const int64_t ends[3] = {chunks(layer.q), chunks(layer.q) + chunks(layer.k),
                            chunks(layer.q) + chunks(layer.k) + chunks(layer.v)};
-  for (int64_t c; (c = team.take()) < ends[2];) {
+  for (int64_t c; (c = team.take(ends[2])) < ends[2];) {
     const int part = c < ends[0] ? 0 : c < ends[1] ? 1 : 2;
     const Matrix& w = *parts[part];
     product(input, m, w, part ? c - ends[part - 1] : c, [&](int64_t i, int64_t column, int64_t n, const float* value) {
@@ -104,7 +105,7 @@ void before_attention(const Model& model, const Step& step, int64_t index, Team&
     });
   }
   team.next();
-  for (int64_t i; (i = team.take()) < m;) {
+  for (int64_t i; (i = team.take(m)) < m;) {
     turn(model, step, layer, outputs[0] + i * layer.q.rows, layer.q_norm, model.heads, i);
     turn(model, step, layer, outputs[1] + i * layer.k.rows, layer.k_norm, model.kv_heads, i);
   }
@@ -123,7 +124,7 @@ void after_attention(const Model& model, const Step& step, int64_t index, Team& 
     team.next();
   }
   alignas(64) float gates[kGroup * kChunk];
-  for (int64_t c; (c = team.take()) < chunks(layer.gate);)
+  for (int64_t c; (c = team.take(chunks(layer.gate))) < chunks(layer.gate);)
     for (int64_t row = 0; row < m; row += kGroup) {
       const T* x = input + row * layer.gate.depth;
       const int64_t group = std::min(kGroup, m - row);
@@ -141,10 +142,10 @@ void head(const Model& model, const Step& step, Team& team) {
   const int64_t hidden = model.hidden;
   T *x = at<T>(step.x), *h = at<T>(step.h);
   team.next();
-  for (int64_t i; (i = team.take()) < step.sampled;)
+  for (int64_t i; (i = team.take(step.sampled)) < step.sampled;)
     rows::norm(model.norm, x + step.last[i] * hidden, at<T>(model.final_norm), hidden, model.eps, h + i * hidden);
   team.next();
-  for (int64_t c; (c = team.take()) < chunks(model.head);)
+  for (int64_t c; (c = team.take(chunks(model.head))) < chunks(model.head);)
     product(h, step.sampled, model.head, c, [&](int64_t i, int64_t column, int64_t n, const float* value) {
       rows::put_rounded<T>(value, n, step.logits + i * model.head.rows + column);
     });
@@ -171,7 +172,7 @@ void linear(const T* x, int64_t m, const Matrix& w, float* y, int threads) {
   pool::run(threads, [&](int thread, int n) {
     Team team(&shared, thread, n);
     team.next();
-    for (int64_t c; (c = team.take()) < chunks(w);)
+    for (int64_t c; (c = team.take(chunks(w))) < chunks(w);)
       product(x, m, w, c, [&](int64_t i, int64_t column, int64_t columns, const float* value) {
         rows::put(value, columns, y + i * w.rows + column);
       });

@@ -3,6 +3,8 @@
 // One layer is two functions around the attention. They run inside a `pool::run` of the caller and meet at the barriers
 // of a `Team`, so that a caller who has the attention at hand can run a whole stack in one go.
 #pragma once
+#include <memory>
+
 #include "gemm.h"
 #include "pool.h"
 #include "rows.h"
@@ -40,28 +42,40 @@ struct Step {
   float* logits;                 // (sampled, vocabulary), rounded to the model's dtype
 };
 
-// Who takes part in a run: phases follow each other at barriers, and within a phase pieces of work go to whoever is free.
+// Who takes part in a run. Phases follow each other at barriers. Within a phase every thread works through its own
+// stretch of the pieces, so that it reads the weights in order, and then helps where something is left.
 class Team {
  public:
   struct Shared {
-    explicit Shared(int threads) : barrier(threads) {}
+    explicit Shared(int threads) : barrier(threads), queues(new pool::Queue[3 * threads]) {}
     pool::Barrier barrier;
-    pool::Queue queues[3];
+    std::unique_ptr<pool::Queue[]> queues;
   };
   Team(Shared* shared, int thread, int threads) : shared_(shared), thread_(thread), threads_(threads) {}
 
-  // Start the next phase: everything before it, by all, is done. The queue after it can be reset by one thread: nobody
-  // can still hold it, as its last use lies two barriers back.
+  // Start the next phase: everything before it, by all, is done. Each thread resets its queue of the phase after it:
+  // nobody can still hold it, as its last use lies two barriers back.
   void next() {
     if (threads_ > 1) shared_->barrier.wait();
     phase_ = (phase_ + 1) % 3;
-    if (thread_ == 0) shared_->queues[(phase_ + 1) % 3].reset();
+    helped_ = 0;
+    shared_->queues[(phase_ + 1) % 3 * threads_ + thread_].reset();
   }
-  int64_t take() { return shared_->queues[phase_].take(); }
+
+  // Return the next of the pieces 0..total-1 of this phase, or total when none is left. Call it until then.
+  int64_t take(int64_t total) {
+    for (; helped_ < threads_; ++helped_) {
+      const int whose = (thread_ + helped_) % threads_;
+      const int64_t from = total * whose / threads_, to = total * (whose + 1) / threads_;
+      const int64_t piece = from + shared_->queues[phase_ * threads_ + whose].take();
+      if (piece < to) return piece;
+    }
+    return total;
+  }
 
  private:
   Shared* shared_;
-  int thread_, threads_, phase_ = 0;
+  int thread_, threads_, phase_ = 0, helped_ = 0;
 };
 
 // x -> q, k, v: norm, projections, norms of q and k, rotary embedding. Ends without a barrier.

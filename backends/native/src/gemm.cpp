@@ -89,8 +89,8 @@ void tile(const T* x, int64_t x_stride, const T* const w[kColumns], const T* con
 }  // namespace
 
 template <class T>
-void dots(const T* x, int64_t x_stride, int64_t m, const T* w, int64_t w_stride, int64_t n, int64_t depth, float* out,
-          int64_t out_stride) {
+void dots(const T* x, int64_t x_stride, int64_t m, const T* w, int64_t w_stride, int64_t n, int64_t rows, int64_t depth,
+          float* out, int64_t out_stride) {
   using Tile = void (*)(const T*, int64_t, const T* const*, const T* const*, int64_t, float*, int64_t, int);
   static constexpr Tile kTiles[kRows + 1] = {nullptr,    tile<T, 1>, tile<T, 2>, tile<T, 3>,
                                              tile<T, 4>, tile<T, 5>, tile<T, 6>};
@@ -99,7 +99,7 @@ void dots(const T* x, int64_t x_stride, int64_t m, const T* w, int64_t w_stride,
     const T *row[kColumns], *next[kColumns];
     for (int c = 0; c < kColumns; ++c) {
       row[c] = w + (j + c < n ? j + c : n - 1) * w_stride;  // the last row again, and its result left out
-      next[c] = w + (j + kColumns + c < n ? j + kColumns + c : n - 1) * w_stride;
+      next[c] = w + (j + kColumns + c < rows ? j + kColumns + c : rows - 1) * w_stride;
     }
     const int columns = static_cast<int>(n - j < kColumns ? n - j : kColumns);
     for (int64_t b = 0; b < blocks; ++b) {  // blocks of equal height, give or take one row
@@ -110,7 +110,9 @@ void dots(const T* x, int64_t x_stride, int64_t m, const T* w, int64_t w_stride,
   }
 }
 
-template void dots<float>(const float*, int64_t, int64_t, const float*, int64_t, int64_t, int64_t, float*, int64_t);
-template void dots<bf16>(const bf16*, int64_t, int64_t, const bf16*, int64_t, int64_t, int64_t, float*, int64_t);
+template void dots<float>(const float*, int64_t, int64_t, const float*, int64_t, int64_t, int64_t, int64_t, float*,
+                          int64_t);
+template void dots<bf16>(const bf16*, int64_t, int64_t, const bf16*, int64_t, int64_t, int64_t, int64_t, float*,
+                          int64_t);
 
 }  // namespace gemm
