@@ -15,30 +15,26 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import mmap
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from backends import decoder_abi as abi
 from backends import native
 from backends.attention import PagedBatch, paged_attention
 from backends.decoder_layout import Layout, NotCoveredError, read
-from entropic_ctl.errors import BadInputError, EntropicError
+from backends.decoder_witness import distance, plain_attention, witness
+from backends.weight_block import gather
+from entropic_ctl.errors import BadInputError
 
 __all__ = ["FusedDecoder", "Runner", "runner"]
 
 Runner = Callable[[PagedBatch, Tensor], Tensor]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
-_WITNESS = "entropic_witness"
-_LARGE_BYTES = 16 << 20  # smaller models stay where they are
-_PAGE_BYTES = 2 << 20
-_LINE_BYTES = 64
 _ANGLES_FIXED = {"default", "linear", "llama3", "yarn"}  # rotary types whose angles depend on the position only
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the root mean square, against the model's own forward
 _FIRST = 0.1  # part of it allowed in the first layer, where no rounding has piled up
@@ -49,12 +45,10 @@ class FusedDecoder:
 
     Parameters
     ----------
-    network : transformers decoder
     layout : Layout
-        Of the same model.
     """
 
-    def __init__(self, network: Any, layout: Layout) -> None:
+    def __init__(self, layout: Layout) -> None:
         self._library = native.library()
         self._layout, self._vocab = layout, layout.head[0].shape[0]
         first = layout.layers[0].linears
@@ -87,8 +81,8 @@ class FusedDecoder:
             return None, reason
         try:
             read(network)
-            _gather(network)
-            decoder = cls(network, read(network))
+            gather(network)
+            decoder = cls(read(network))
             decoder._verify(network)
         except NotCoveredError as error:
             return None, str(error)
@@ -172,9 +166,9 @@ class FusedDecoder:
 
     def _rotate(self, positions: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         like = torch.empty(1, 1, self._hidden, dtype=self._layout.dtype)
-        tables = []
-        for kind in self._layout.ropes:
-            tables.append(self._layout.rotary(like, positions[None], *([] if kind is None else [kind])))
+        tables = [
+            self._layout.rotary(like, positions[None], *([] if kind is None else [kind])) for kind in self._layout.ropes
+        ]
         self._exact_rope = tables[0][0].dtype != self._layout.dtype
         tables *= 2 // len(tables)
         cos, sin = zip(*tables, strict=True)
@@ -238,7 +232,7 @@ class FusedDecoder:
         tokens = torch.randint(0, self._vocab, (16,), generator=torch.Generator().manual_seed(0))
         tokens = tokens.clamp(max=self._layout.embedding.num_embeddings - 1)
         positions, last = torch.arange(16), torch.tensor([7, 15])
-        theirs, want = _witness(network, tokens, positions, last)
+        theirs, want = witness(network, tokens, positions, last)
         if [int(call.module.layer_idx) for call in theirs] != list(range(len(self._layout.layers))):
             raise NotCoveredError("its layers do not call the attention once each, in order")
         self._options = [call.options for call in theirs]
@@ -246,85 +240,14 @@ class FusedDecoder:
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             for name, got in (("queries", query), ("keys", key), ("values", value)):
-                error = _distance(got, getattr(theirs[layer], name))
+                error = distance(got, getattr(theirs[layer], name))
                 if not error <= (tolerance if layer else _FIRST * tolerance):
                     raise NotCoveredError(f"layer {layer}: {name} differ by {error:.2g} from the model's own")
-            return _plain_attention(query, key, value, self._options[layer]["scaling"])
+            return plain_attention(query, key, value, self._options[layer]["scaling"])
 
-        error = _distance(self._forward(tokens, positions, last, attend), want)
+        error = distance(self._forward(tokens, positions, last, attend), want)
         if not error <= tolerance:
             raise NotCoveredError(f"logits differ by {error:.2g} from the model's own")
-
-
-def _distance(got: Tensor, want: Tensor) -> float:
-    """Return the root mean square of the difference over that of ``want``; infinite if shapes differ."""
-    if got.shape != want.shape:
-        return float("inf")
-    return float((got.double() - want.double()).norm() / want.double().norm().clamp(min=1e-30))
-
-
-class _Call:
-    """What the model's own forward handed to the attention of one layer."""
-
-    def __init__(self, module: Any, options: dict[str, Any], queries: Tensor, keys: Tensor, values: Tensor) -> None:
-        self.module, self.options = module, options
-        self.queries, self.keys, self.values = queries, keys, values
-
-
-def _plain_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-    return out.transpose(1, 2)
-
-
-def _witnessed(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, witness: list[_Call], **options: Any
-) -> tuple[Tensor, None]:
-    if options.get("s_aux") is not None:
-        raise NotCoveredError("attention with learned sinks")
-    kept = {name: options.get(name) for name in ("scaling", "sliding_window", "softcap")}
-    witness.append(_Call(module, kept, query.clone(), key.clone(), value.clone()))
-    return _plain_attention(query, key, value, kept["scaling"]).contiguous(), None
-
-
-def _witness(network: Any, tokens: Tensor, positions: Tensor, last: Tensor) -> tuple[list[_Call], Tensor]:
-    """Run the model's own forward with an attention that records its calls; return them and the logits."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(_WITNESS, _witnessed)
-    before = network.config._attn_implementation
-    calls: list[_Call] = []
-    network.set_attn_implementation(_WITNESS)
-    try:
-        logits = network(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=last,
-            witness=calls,
-        ).logits[0]
-    except (RuntimeError, TypeError, ValueError, AttributeError, EntropicError) as error:
-        raise NotCoveredError(f"its own forward failed on a trial: {error}") from None
-    finally:
-        network.set_attn_implementation(before)
-    return calls, logits
-
-
-def _gather(network: Any) -> None:
-    """Move a large model's parameters into one aligned block of large pages; its tensors become views of it."""
-    parameters = list(network.parameters())
-    sizes = [-(-p.numel() * p.element_size() // _LINE_BYTES) * _LINE_BYTES for p in parameters]
-    if sum(sizes) < _LARGE_BYTES or len({p.untyped_storage().data_ptr() for p in parameters}) == 1:
-        return
-    memory = mmap.mmap(-1, sum(sizes) + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    block = torch.frombuffer(memory, dtype=torch.uint8)
-    start = -block.data_ptr() % _PAGE_BYTES
-    for parameter, size in zip(parameters, sizes, strict=True):
-        count = parameter.numel() * parameter.element_size()
-        view = block[start : start + count].view(parameter.dtype).view(parameter.shape)
-        parameter.data = view.copy_(parameter.data)
-        start += size
 
 
 @functools.cache

@@ -177,11 +177,12 @@ def _layer(layer: nn.Module, rope: int, index: int) -> LayerParts:
         _children(mlp, {"gate_proj", "up_proj", "down_proj"}, f"{where}'s MLP", optional={act})
         linears |= {key: _linear(getattr(mlp, f"{key}_proj"), key) for key in ("gate", "up")}
     linears["down"] = _linear(mlp.down_proj, "down_proj")
-    around = _norm_places(layer, where)
-    norms = {key: None if name is None else getattr(layer, name).weight.detach() for key, name in around.items()} | {
-        key: getattr(attention, key).weight.detach() if hasattr(attention, key) else None
-        for key in ("q_norm", "k_norm")
+    norms: dict[str, Tensor | None] = {
+        key: None if name is None else getattr(layer, name).weight.detach()
+        for key, name in _norm_places(layer, where).items()
     }
+    for key in ("q_norm", "k_norm"):
+        norms[key] = getattr(attention, key).weight.detach() if hasattr(attention, key) else None
     return LayerParts(linears, norms, rope, attention)
 
 

@@ -16,6 +16,7 @@ from backends import decoder as decoders
 from backends import models, native
 from backends.decoder import FusedDecoder, runner
 from backends.decoder_abi import linear
+from backends.decoder_witness import plain_attention
 from backends.engine import Engine
 from backends.sampling import SamplingParams
 from entropic_ctl import config as configs
@@ -188,7 +189,7 @@ def test_bfloat16_is_no_further_from_float32_than_transformers() -> None:
         text = prompt(64 + seed)[:64]
         x = torch.tensor([text])
         with torch.inference_mode():
-            attend = lambda _, q, k, v: decoders._plain_attention(q, k, v, 96**0.0 * (96 // 4) ** -0.5)  # noqa: E731
+            attend = lambda _, q, k, v: plain_attention(q, k, v, (96 // 4) ** -0.5)  # noqa: E731
             got = decoder._forward(x[0], torch.arange(64), torch.arange(64), attend)
             eager = half(input_ids=x, use_cache=False).logits[0].float()
             exact = half.float()(input_ids=x, use_cache=False).logits[0]
@@ -260,7 +261,7 @@ def test_a_large_model_moves_into_one_block_and_stays_itself(monkeypatch: pytest
     x = torch.tensor([prompt(20)])
     with torch.inference_mode():
         before = network(input_ids=x, use_cache=False).logits.clone()
-    monkeypatch.setattr(decoders, "_LARGE_BYTES", 0)
+    monkeypatch.setattr("backends.weight_block._LARGE_BYTES", 0)
     covered(network)
     assert len({p.untyped_storage().data_ptr() for p in network.parameters()}) == 1
     assert all(p.data_ptr() % 64 == 0 for p in network.parameters())
