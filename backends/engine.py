@@ -18,6 +18,7 @@ from torch import Tensor
 
 from backends.attention import PagedBatch, register
 from backends.audit import AuditTable, kl_nats
+from backends.decoder import runner
 from backends.flops import step_flops
 from backends.jobs import Job, OnText, Output, new_job
 from backends.kv_cache import PagedKVCache
@@ -109,6 +110,7 @@ class Engine:
             dtype=self.dtype,
             device=self.device,
         )
+        self._run = runner(network, limits.kernels)
         self.audit = AuditTable()
         self.outputs: dict[int, Output] = {}
         self._pruning = config.loop.pruning.config
@@ -312,7 +314,7 @@ class Engine:
 
     def _forward(self, batch: PagedBatch, tokens: Tensor) -> Tensor:
         """Return the raw logits of the sampling rows, float32 (M, n), in plan order."""
-        return batch.run(self.model.model, tokens).float()
+        return self._run(batch, tokens).float()
 
     def _dense_logits(self, plan: StepPlan, inputs: Tensor) -> Tensor | None:
         """On audited steps, run the same tokens dense first; the pruned pass then overwrites the new K and V."""

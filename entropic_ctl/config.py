@@ -61,6 +61,9 @@ class EngineConfig:
     observation_lag: int = fields.integer(0, 0, 1, "steps by which the host sees entropies late")
     prefix_caching: bool = fields.flag(False, "share full prompt pages between requests")
     audit_every: int = fields.integer(0, 0, 10**6, "engine: every n-th step also runs dense to measure KL; 0 is never")
+    kernels: str = fields.choice(
+        "auto", ("auto", "native", "torch"), "engine: C++ kernels (native), PyTorch's, or native where it can (auto)"
+    )
 
     def __post_init__(self) -> None:
         fields.check(self)

@@ -484,7 +484,7 @@ def test_bad_requests_are_refused_with_field_and_value(model: models.LoadedModel
 
 def test_attention_switched_under_the_engine_is_an_error() -> None:
     own = models.wrap(tiny_llama(), None)
-    engine = start(own)
+    engine = start(own, kernels="torch")
     own.model.set_attn_implementation("sdpa")
     engine.submit([1, 2])
     with pytest.raises(EntropicError, match="switched"):
