@@ -145,7 +145,9 @@ class PromptLookup:
 
     def propose(self, plan: StepPlan, jobs: Sequence[Job]) -> Drafted:
         """Return the drafts, at no cost."""
-        return Drafted([self._one(job, most) if most else [] for job, most in zip(jobs, plan.n_draft.tolist())])
+        return Drafted(
+            [self._one(job, most) if most else [] for job, most in zip(jobs, plan.n_draft.tolist(), strict=True)]
+        )
 
     def _one(self, job: Job, most: int) -> list[int]:
         index = self._texts.get(job.request.id)

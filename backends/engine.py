@@ -247,9 +247,7 @@ class Engine:
             plan = drafted_plan(plan, drafted, jobs, self.model.vocab_size)
         result = self._execute(plan, on_text)
         if drafted.flops:
-            result = result._replace(
-                kv_bytes=result.kv_bytes + drafted.kv_bytes, flops=result.flops + drafted.flops
-            )
+            result = result._replace(kv_bytes=result.kv_bytes + drafted.kv_bytes, flops=result.flops + drafted.flops)
         finished = self.loop.observe(result)
         if self.metrics is not None:
             self.metrics.step(plan, result, finished)
@@ -404,9 +402,7 @@ class Engine:
         }
         return plan.ids[rows[at.owner[used]]], drawn[used], columns, finished
 
-    def _accept(
-        self, job: Job, drawn: list[int], now_s: float, on_text: OnText | None
-    ) -> tuple[int, Finish | None]:
+    def _accept(self, job: Job, drawn: list[int], now_s: float, on_text: OnText | None) -> tuple[int, Finish | None]:
         """Extend a text by the target's tokens (-1: none could be drawn) while they follow the draft, and one more."""
         draft = job.draft
         self.drafted += len(draft)

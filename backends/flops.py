@@ -11,7 +11,7 @@ __all__ = ["step_flops"]
 
 
 def step_flops(model: LoadedModel, plan: StepPlan, kept_fraction: FloatArray, pruned_layers: IntArray) -> float:
-    """Return twice the multiply-adds: weights per token, output head per sampled or verified position, attention per pair.
+    """Return twice the multiply-adds: weights per token, output head per sampled position, attention per pair.
 
     2 P N + 2 d n M + 4 H D sum over rows and layers of attended (query, key) pairs *(ours)*. A pruned layer scores all
     keys from the shadow (q.k without the values: half of dense attention) and then attends to what it kept. All experts

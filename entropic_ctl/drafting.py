@@ -60,7 +60,17 @@ def thresholds(cost: float, most: int) -> FloatArray:
 
 
 def best_length(acceptance: float, cost: float, most: int) -> int:
-    """Return the draft length that maximises expected tokens per cost; ties go to the shorter one."""
+    """Return the draft length that maximises expected tokens per cost; ties go to the shorter one.
+
+    Parameters
+    ----------
+    acceptance : float
+        a, of every drafted token.
+    cost : float
+        c: what one more drafted and verified token costs, in one-token steps.
+    most : int
+        Longest draft.
+    """
     return int(np.searchsorted(thresholds(cost, most), acceptance, side="left"))
 
 
@@ -135,7 +145,7 @@ class History:
         self.acceptance = np.full(slots, self._start)
         self._idle = np.zeros(slots, np.int64)
 
-    def lengths(self, entropy: FloatArray) -> IntArray:
+    def lengths(self, entropy: FloatArray) -> IntArray:  # noqa: ARG002 - one signature for all
         """Return the length by slot; entropies are not read."""
         length = np.searchsorted(self._least, self.acceptance, side="left")
         probe = (length == 0) & (self._idle >= self._probe) & (self._least.shape[0] > 0)

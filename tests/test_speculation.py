@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_model import EOS, byte_tokenizer, tiny_llama
 
 from backends import models
-from backends.drafting import DraftModel, Drafted, PromptLookup, TokenIndex, lookup
+from backends.drafting import Drafted, DraftModel, PromptLookup, TokenIndex, lookup
 from backends.engine import Engine
 from backends.sampling import SamplingParams
 from entropic_ctl import config as configs
@@ -32,7 +32,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SOLVE = {"law": "solve", "target_nats": 2.0}
 FEEDBACK = {"law": "feedback", "target_nats": 2.0, "gain": 0.05}
-BUDGET = {"law": "budget", "dense_layers": 0, "recent_pages": 1, "sink_pages": 1, "theta_nats": 0.3}
+BUDGET = {
+    "law": "budget",
+    "dense_layers": 0,
+    "recent_pages": 1,
+    "sink_pages": 1,
+    "theta_nats": 0.3,
+    "theta_wide_nats": 0.3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +148,17 @@ def test_lookup_drafts_change_no_text(endless: models.LoadedModel, d: int, greed
     assert texts(engine, PROMPTS, greedy=greedy) == want
     assert engine.drafted > 0
     assert nothing_left(engine)
+
+
+def test_drafts_beside_a_prefill_chunk_change_no_text(endless: models.LoadedModel) -> None:
+    want = texts(start(endless, 0), [PROMPTS[3], PROMPTS[5]])
+    engine = start(endless, 3, drafter=oracle(want), prefill_chunk=4)
+    for i, ids in enumerate((PROMPTS[3], PROMPTS[5])):
+        engine.submit(ids, SamplingParams(max_new_tokens=24, seed=i))
+    assert [o.token_ids for o in engine.run()] == want
     mixed = [p for p in engine.plans if p.n_draft.any() and ((p.n_tokens > 1) & (p.n_draft == 0)).any()]
-    assert mixed or d > 1  # drafts beside a prefill chunk
+    assert len(mixed) > 2
+    assert nothing_left(engine)
 
 
 @pytest.mark.parametrize("law", [{"law": "fixed", "temperature": 0.7}, SOLVE])
@@ -393,7 +409,7 @@ def test_the_law_is_updated_once_per_accepted_token(endless: models.LoadedModel)
 
 @pytest.mark.parametrize("pages", [256, 24])
 def test_drafts_beside_pruning_keep_certificates_and_pages(endless: models.LoadedModel, pages: int) -> None:
-    loop = {"pruning": BUDGET | {"theta_wide_nats": 0.3}}
+    loop = {"pruning": BUDGET}
     engine = start(endless, 3, loop=loop, drafter=gambler(257), pages=pages, prefix_caching=True)
     got = texts(engine, [prompt(20, 1), prompt(20, 1), prompt(33, 2)], max_new_tokens=20)
     assert all(len(text) == 20 for text in got)
@@ -405,7 +421,7 @@ def test_drafts_beside_pruning_keep_certificates_and_pages(endless: models.Loade
 
 
 def test_an_audit_compares_the_same_positions(endless: models.LoadedModel) -> None:
-    loop = {"pruning": BUDGET | {"theta_wide_nats": 0.3}}
+    loop = {"pruning": BUDGET}
     runs = []
     for every in (0, 1):
         engine = start(endless, 3, loop=loop, drafter=gambler(257), audit_every=every)
@@ -424,7 +440,7 @@ def test_a_gain_certified_without_drafts_does_not_cover_them(endless: models.Loa
 
 def test_a_draft_model_with_other_tokens_is_refused(endless: models.LoadedModel) -> None:
     other = models.wrap(tiny_llama(vocab_size=99), None)
-    with pytest.raises(BadInputError, match="speculation.draft_model"):
+    with pytest.raises(BadInputError, match=r"speculation\.draft_model"):
         start(endless, 2, draft_model=other)
 
 
@@ -496,9 +512,7 @@ def test_thresholds_rise(cost: float, most: int) -> None:
 
 @given(st.lists(st.floats(0, 12), min_size=2), st.floats(0.01, 0.9), st.floats(0.05, 1), st.floats(0.1, 10))
 def test_the_entropy_rule_is_monotone_and_optimal(h: list[float], cost: float, a: float, scale: float) -> None:
-    config = SpeculationConfig(
-        draft_tokens=8, rule="entropy", rule_cost=cost, rule_acceptance=a, rule_scale_nats=scale
-    )
+    config = SpeculationConfig(draft_tokens=8, rule="entropy", rule_cost=cost, rule_acceptance=a, rule_scale_nats=scale)
     entropies = np.array([*sorted(h), np.nan])
     got = rule_of(config, 1).lengths(entropies)
     assert (np.diff(got) <= 0).all()
@@ -533,9 +547,7 @@ def test_the_history_rule_learns_stops_and_tries_again() -> None:
 
 
 def test_an_exponential_average_by_hand() -> None:
-    rule = rule_of(
-        SpeculationConfig(draft_tokens=4, rule="history", rule_acceptance=0.5, rule_weight=0.5), 1
-    )
+    rule = rule_of(SpeculationConfig(draft_tokens=4, rule="history", rule_acceptance=0.5, rule_weight=0.5), 1)
     rule.observe(np.array([0]), np.array([3]), np.array([2]))  # yes, yes, no
     assert rule.acceptance[0] == pytest.approx(((0.5 * 0.5 + 0.5) * 0.5 + 0.5) * 0.5)
 
@@ -549,16 +561,20 @@ def test_the_simulator_runs_the_same_rules(rule: str) -> None:
     from sim.replica import simulate
 
     bank, _ = make_bank(lengths=(30, 50))
-    jobs = Workload(
-        configs.WorkloadConfig(output_length="limit"), np.zeros(4), prompt_tokens=np.full(4, 9),
-        limit_tokens=np.full(4, 60), prompt=np.arange(4), xi=np.linspace(0, 0.9, 4), greedy=False,
-    )  # fmt: skip
+
+    def jobs() -> Workload:
+        return Workload(
+            configs.WorkloadConfig(output_length="limit"), np.zeros(4), prompt_tokens=np.full(4, 9),
+            limit_tokens=np.full(4, 60), prompt=np.arange(4), xi=np.linspace(0, 0.9, 4), greedy=False,
+        )  # fmt: skip
+
     got = []
     for extra in ({"draft_tokens": 0}, {"acceptance": 0.9}, {"acceptance": 0.05}):
         spec = {"draft_tokens": 4, "rule": rule, "rule_acceptance": 0.9, "rule_scale_nats": 2.0} | extra
-        result = simulate(configs.from_mapping({"speculation": spec}), bank=bank, workload=jobs, cost=LinearCost(0, 1))
-        assert int(result.steps["output_tokens"].sum()) == 240
-        got.append((result.summary["draft_tokens"] or 0, result.summary["draft_tokens_accepted"] or 0))
+        run = configs.from_mapping({"speculation": spec})
+        result = simulate(run, bank=bank, workload=jobs(), cost=LinearCost(0.0, 1.0), keep_tokens=True)
+        assert int(result.requests["output_tokens"].sum()) == 240
+        got.append((result.summary.get("draft_tokens", 0), result.summary.get("draft_tokens_accepted", 0)))
     assert got[0] == (0, 0)
     assert got[1][0] > 0
     if rule == "history":  # it learns that drafts fail here
