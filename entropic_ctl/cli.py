@@ -25,6 +25,7 @@ from entropic_ctl import (
     cli_entropy,
     cli_identify,
     cli_proofs,
+    cli_speculation,
     cli_sweep,
     cli_validate,
     cli_variance,
@@ -332,6 +333,7 @@ cli_cluster.register(app)
 cli_entropy.register(app)
 cli_identify.register(app)
 cli_proofs.register(app)
+cli_speculation.register(bench_app)
 cli_sweep.register(app)
 cli_validate.register(app)
 cli_variance.register(app)

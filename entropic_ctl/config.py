@@ -170,7 +170,8 @@ class SpeculationConfig:
     rule: str = fields.choice(
         "fixed", ("fixed", "entropy", "history"), "draft length: always d, or at most d by entropy or past acceptance"
     )
-    rule_cost: float = fields.number(0.12, 0.0, 10.0, "c: a drafted and verified token's cost, in one-token steps")
+    rule_cost: float = fields.number(0.025, 0.0, 10.0, "c: a drafted and verified token's cost, in one-token steps")
+    rule_start: float = fields.number(0.1, 0.0, 10.0, "what verifying costs besides, however many, in one-token steps")
     rule_acceptance: float = fields.number(
         0.8, 0.0, 1.0, "a_0: acceptance that 'entropy' assumes at 0 nats and 'history' starts from"
     )

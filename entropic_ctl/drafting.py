@@ -1,13 +1,15 @@
 r"""How many tokens to draft: one rule per request, the same objects for the simulator and the real engine.
 
-A step that verifies d drafted tokens of one row costs about 1 + c d one-token steps and yields 1 + (accepted run)
-tokens; with every draft token accepted with probability a, independently, the expected yield is
+A step that verifies d > 0 drafted tokens of one row costs about b + c d one-token steps (b - 1 is what verifying costs
+at all) and yields 1 + (accepted run) tokens; with every draft token accepted with probability a, independently, the
+expected yield is
 
     E(a, d) = 1 + a + ... + a^d
 
-(Leviathan et al., 2023). The length that maximises E(a, d) / (1 + c d) is :func:`best_length` *(ours)*. Going from
-k - 1 to k tokens pays iff g_k = a^k (1 + c (k - 1)) - c E(a, k - 1) > 0. g_{k+1} - g_k = a^k (1 + c k) (a - 1) <= 0,
-so the best length is the last k with g_k > 0, and it rises with a: a list of thresholds on a decides it.
+(Leviathan et al., 2023). The length that maximises E(a, d) / (b + c d), or 0 if that is at most 1, is
+:func:`best_length` *(ours)*. Going from k - 1 >= 1 to k tokens pays iff g_k = a^k (b + c (k - 1)) - c E(a, k - 1) > 0.
+g_{k+1} - g_k = a^k (b + c k) (a - 1) <= 0, so the best positive length is the last k with g_k > 0; it rises with a, and
+so does the best ratio. A list of thresholds on a decides it all.
 
 The rules differ only in where a comes from:
 
@@ -21,6 +23,7 @@ The rules differ only in where a comes from:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -36,8 +39,8 @@ def expected_yield(acceptance: float, length: int) -> float:
     return float(sum(acceptance**i for i in range(length + 1)))
 
 
-def thresholds(cost: float, most: int) -> FloatArray:
-    """Return the acceptance above which the k-th drafted token pays, k = 1 .. most, rising; infinite if never.
+def thresholds(cost: float, most: int, start: float = 0.0) -> FloatArray:
+    """Return the acceptance above which the k-th drafted token pays, k = 1 .. most, never falling; infinite if never.
 
     Parameters
     ----------
@@ -45,33 +48,43 @@ def thresholds(cost: float, most: int) -> FloatArray:
         c: what one more drafted and verified token costs, in one-token steps.
     most : int
         Longest draft.
+    start : float
+        b - 1: what verifying any number of tokens costs besides.
     """
-    if cost >= 1.0:  # even a sure token costs as much as an ordinary step
-        return np.full(most, np.inf)
-    out = np.zeros(most)
-    for k in range(1, most + 1):
-        low, high = 0.0, 1.0
-        for _ in range(60):
-            a = 0.5 * (low + high)
-            pays = a**k * (1.0 + cost * (k - 1)) > cost * expected_yield(a, k - 1)
-            low, high = (low, a) if pays else (a, high)
-        out[k - 1] = high if cost > 0.0 else 0.0
-    return np.maximum.accumulate(out)
+    base = 1.0 + start
+
+    def pays(k: int) -> Callable[[float], bool]:
+        return lambda a: a**k * (base + cost * (k - 1)) > cost * expected_yield(a, k - 1)
+
+    def worth_it(a: float) -> bool:
+        return any(expected_yield(a, k) > base + cost * k for k in range(1, most + 1))
+
+    least = [_least(worth_it), *(_least(pays(k)) for k in range(2, most + 1))]
+    return np.maximum.accumulate(np.array(least[:most]))
 
 
-def best_length(acceptance: float, cost: float, most: int) -> int:
+def _least(true_above: Callable[[float], bool]) -> float:
+    """Return where on [0, 1] a rising condition becomes true, by bisection; infinity if not even at 1."""
+    if not true_above(1.0):
+        return float("inf")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if true_above(middle) else (middle, high)
+    return low
+
+
+def best_length(acceptance: float, cost: float, most: int, start: float = 0.0) -> int:
     """Return the draft length that maximises expected tokens per cost; ties go to the shorter one.
 
     Parameters
     ----------
     acceptance : float
         a, of every drafted token.
-    cost : float
-        c: what one more drafted and verified token costs, in one-token steps.
-    most : int
-        Longest draft.
+    cost, most, start
+        As in :func:`thresholds`.
     """
-    return int(np.searchsorted(thresholds(cost, most), acceptance, side="left"))
+    return int(np.searchsorted(thresholds(cost, most, start), acceptance, side="left"))
 
 
 class DraftRule(Protocol):
@@ -119,7 +132,7 @@ class Entropy(_Stateless):
     """
 
     def __init__(self, config: SpeculationConfig) -> None:
-        least = thresholds(config.rule_cost, config.draft_tokens)
+        least = thresholds(config.rule_cost, config.draft_tokens, config.rule_start)
         with np.errstate(divide="ignore"):
             levels = np.log(config.rule_acceptance) - np.log(least)
         self.levels = np.where(np.isnan(levels), -np.inf, levels) * config.rule_scale_nats
@@ -140,7 +153,7 @@ class History:
     """
 
     def __init__(self, config: SpeculationConfig, slots: int) -> None:
-        self._least = thresholds(config.rule_cost, config.draft_tokens)
+        self._least = thresholds(config.rule_cost, config.draft_tokens, config.rule_start)
         self._start, self._weight, self._probe = config.rule_acceptance, config.rule_weight, config.rule_probe
         self.acceptance = np.full(slots, self._start)
         self._idle = np.zeros(slots, np.int64)
