@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -613,3 +614,90 @@ def test_results_that_claim_impossible_drafts_are_refused() -> None:
     )  # fmt: skip
     with pytest.raises(BadInputError, match="drafted"):
         loop.observe(result)
+
+
+# -- command line, benchmark, figure ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny_model import save_tiny
+
+    place = tmp_path_factory.mktemp("tiny")
+    save_tiny(place)
+    return place
+
+
+def test_generate_with_drafts_says_the_same_and_how_many_were_right(folder: Path, tmp_path: Path) -> None:
+    from command import entropic
+
+    said = []
+    for number, more in enumerate(((), ("--draft", 3), ("--draft", 3, "--draft-model", folder))):
+        file = tmp_path / f"{number}.json"
+        common = (
+            "--model",
+            folder,
+            "--prompt",
+            "abcabcabcabc",
+            "--raw",
+            "--max-tokens",
+            12,
+            "--greedy",
+            "--json",
+            file,
+        )
+        status, _, err = entropic("generate", *common, *more)
+        assert status == 0, err
+        said.append(json.loads(file.read_text()))
+    assert said[0]["text"] == said[1]["text"] == said[2]["text"]
+    assert said[0]["draft_tokens"] == 0
+    assert 0 < said[2]["draft_tokens_accepted"] <= said[2]["draft_tokens"]  # the model drafts for itself
+    assert "drafted tokens accepted" in err
+    status, _, err = entropic("generate", "--model", folder, "--prompt", "x", "--draft", 2, "--draft-rule", "guess")
+    assert status == 2
+    assert "fixed, entropy, history" in err
+
+
+def test_the_benchmark_adds_up_on_a_tiny_model(folder: Path, tmp_path: Path) -> None:
+    from backends.bench_speculation import bench_speculation
+    from backends.prompts import Prompt
+    from figures import speculation as figure
+
+    model = models.load(folder, "float32")
+    kinds = {"code": (Prompt("code", "abcabcabcabc", chat=False),), "prose": (Prompt("prose", "abxyab", chat=False),)}
+    arms = {
+        "fixed 0": {"draft_tokens": 0},
+        "fixed 3": {"draft_tokens": 3},
+        "history": {"draft_tokens": 3, "rule": "history"},
+    }
+    got = bench_speculation(model, tokens=12, repeats=2, kinds=kinds, arms=arms)
+    units = got["units"]
+    assert units["tokens"].shape == (2 * 3 * (1 + 2),)
+    assert units["same_text"].all()  # float32
+    assert (units["tokens"] <= units["steps"] + units["accepted"]).all()
+    assert (units["accepted"] <= units["drafted"]).all()
+    plain = units["arm"] == "fixed 0"
+    assert (units["tokens"][plain] == units["steps"][plain]).all()
+    assert not units["drafted"][plain].any()
+    assert len(got["step_ms"]) == 4
+    for row in got["rows"]:
+        assert row["speedup_low"] <= row["speedup"] * (1 + 1e-9)
+        assert row["speedup"] <= row["speedup_high"] * (1 + 1e-9)
+        if row["arm"] == "fixed 0":
+            assert row["speedup"] == row["wall_speedup"] == 1.0
+    assert {row["kind"] for row in got["rows"]} == {"code", "prose", "all"}
+    table = {name: [row[name] for row in got["rows"]] for name in got["rows"][0]}
+    figure.draw(table, tmp_path / "speculation.png")
+    assert (tmp_path / "speculation.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(BadInputError, match="speedup_low"):
+        figure.draw({name: values for name, values in table.items() if name != "speedup_low"}, tmp_path / "x.png")
+
+
+def test_an_acceptance_curve_is_found_again() -> None:
+    from backends.bench_speculation import fit_acceptance
+
+    rng = np.random.default_rng(0)
+    entropy = rng.exponential(1.5, 20_000)
+    a, h = fit_acceptance(entropy, (rng.random(20_000) < 0.8 * np.exp(-entropy / 2.5)).astype(float))
+    assert a == pytest.approx(0.8, abs=0.03)
+    assert h == pytest.approx(2.5, rel=0.12)
