@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from backends.draft_replay import Recorded, fit_acceptance, sensitivity
 from backends.drafting import Drafted
 from backends.engine import Engine
 from backends.jobs import Job
@@ -28,7 +29,7 @@ from backends.speculation_prompts import TEXT_KINDS
 from entropic_ctl import config as configs
 from entropic_ctl.signals import FloatArray, StepPlan, StepResult
 
-__all__ = ["ARMS", "bench_speculation", "fit_acceptance", "step_costs", "summarise"]
+__all__ = ["ARMS", "bench_speculation", "step_costs", "summarise"]
 
 ARMS: dict[str, dict[str, Any]] = {
     "fixed 0": {"draft_tokens": 0},
@@ -54,6 +55,7 @@ class _Run:
     seconds: FloatArray
     drafted: int
     accepted: int
+    entropy: FloatArray  # model entropy of each token, nats
     first: list[tuple[float, float]]  # (last entropy seen, 1 if the first drafted token was accepted)
 
 
@@ -82,6 +84,7 @@ def _decode(engine: Engine, ids: Sequence[int], params: SamplingParams) -> _Run:
         np.array([step.end_s - step.start_s for step in steps]),
         engine.drafted,
         engine.accepted,
+        np.concatenate([step.model_entropy for step in results]) if results else np.empty(0),
         first,
     )
 
@@ -125,26 +128,6 @@ def step_costs(model: LoadedModel, ids: Sequence[int], *, most: int = 8, repeats
         if result is not None and turn > most:
             times[int(result.drafted[0])].append(result.end_s - result.start_s)
     return np.array([float(np.median(times[d])) for d in range(most + 1)])
-
-
-def fit_acceptance(entropy: FloatArray, accepted: FloatArray) -> tuple[float, float]:
-    """Return the (a_0, h) of a(H) = a_0 exp(-H / h) that make the outcomes most likely (grid search).
-
-    Parameters
-    ----------
-    entropy : FloatArray, shape (K,)
-        Last model entropy before a draft, nats.
-    accepted : FloatArray, shape (K,)
-        1 if the first drafted token was accepted.
-    """
-    best, found = -np.inf, (0.0, 1.0)
-    for a in np.linspace(0.02, 0.99, 98):
-        for h in np.geomspace(0.1, 100.0, 61):
-            p = np.clip(a * np.exp(-entropy / h), 1e-9, 1 - 1e-9)
-            value = float((accepted * np.log(p) + (1 - accepted) * np.log1p(-p)).sum())
-            if value > best:
-                best, found = value, (float(a), float(h))
-    return found
 
 
 def _rule_costs(cost: FloatArray) -> dict[str, float]:
@@ -195,7 +178,8 @@ def bench_speculation(
     Returns
     -------
     dict
-        ``units`` (one row per unit and arm), ``rows`` (:func:`summarise`), ``step_ms`` by drafted tokens,
+        ``units`` (one row per unit and arm), ``rows`` (:func:`summarise`), ``sensitivity``
+        (:func:`backends.draft_replay.sensitivity` on the texts of ``fixed 0``), ``step_ms`` by drafted tokens,
         ``rule_cost`` and ``rule_start`` (least squares over 1, 2, ... drafted tokens, in steps without a draft),
         ``fit`` (a_0, h by mode, from the longest fixed arm), ``temperature``.
     """
@@ -207,6 +191,7 @@ def bench_speculation(
     rule = _rule_costs(cost)
     columns: dict[str, list[Any]] = {}
     seen: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    texts: list[Recorded] = []
     names = list(arms)
     for at, (mode, kind, prompt, number, ids) in enumerate(plan):
         say(f"{mode}, {kind}", at / len(plan))
@@ -216,6 +201,7 @@ def bench_speculation(
             params = SamplingParams(max_new_tokens=tokens, seed=number, **MODES[mode])
             runs[arm] = _decode(_engine(model, {**arms[arm], **rule}), ids, params)
             seen.setdefault((mode, arm), []).extend(runs[arm].first)
+        texts.append(Recorded(mode, kind, ids, runs[_BASE].tokens, runs[_BASE].entropy, tokens))
         for arm in names:
             run = runs[arm]
             row = {
@@ -240,6 +226,7 @@ def bench_speculation(
     return {
         "units": table,
         "rows": summarise(table, seed=seed),
+        "sensitivity": sensitivity(texts, arms),
         "step_ms": (1e3 * cost).tolist(),
         **rule,
         "fit": {mode: {"rule_acceptance": a, "rule_scale_nats": h} for mode, (a, h) in fits.items()},

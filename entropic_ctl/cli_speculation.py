@@ -40,7 +40,8 @@ def speculation(
 
     Four kinds of text, greedy and sampled. `speedup` charges every step its measured cost, with a 95% interval over
     prompts and seeds; `clock` is the ratio of wall times; `drafted` is per step; `same` the share of texts equal to
-    those without drafts (rounding in bfloat16 can part them).
+    those without drafts (rounding in bfloat16 can part them). The second table of each mode asks the same texts what
+    every rule would gain if a drafted token cost so many one-token steps: batches and other machines are not this one.
 
     Example: `entropic bench speculation --out out/speculation`
     """
@@ -93,6 +94,14 @@ def _show(values: dict[str, Any]) -> None:
             if row["mode"] == mode:
                 table.add_row(row["kind"], row["arm"], *(_cell(row, key) for key in _SHOWN.values()))
         screen.print(table)
+        costs = Table(title=f"{mode}, by what a drafted token costs", title_justify="left", box=None, pad_edge=False)
+        rows = [row for row in values["sensitivity"] if row["mode"] == mode]
+        arms = list(dict.fromkeys(row["arm"] for row in rows))
+        for name in ("cost", *arms):
+            costs.add_column(name, justify="right", no_wrap=True)
+        for cost in dict.fromkeys(row["cost"] for row in rows):
+            costs.add_row(f"{cost:g}", *(f"{row['speedup']:.2f}" for row in rows if row["cost"] == cost))
+        screen.print(costs)
     milliseconds = ", ".join(f"{ms:.1f}" for ms in values["step_ms"])
     screen.print(
         f"step by drafted tokens 0, 1, ...: {milliseconds} ms; rule_cost {values['rule_cost']:g}, "

@@ -694,10 +694,33 @@ def test_the_benchmark_adds_up_on_a_tiny_model(folder: Path, tmp_path: Path) -> 
 
 
 def test_an_acceptance_curve_is_found_again() -> None:
-    from backends.bench_speculation import fit_acceptance
+    from backends.draft_replay import fit_acceptance
 
     rng = np.random.default_rng(0)
     entropy = rng.exponential(1.5, 20_000)
     a, h = fit_acceptance(entropy, (rng.random(20_000) < 0.8 * np.exp(-entropy / 2.5)).astype(float))
     assert a == pytest.approx(0.8, abs=0.03)
     assert h == pytest.approx(2.5, rel=0.12)
+
+
+@pytest.mark.parametrize("rule", ["fixed", "entropy", "history"])
+def test_a_recorded_text_says_what_the_engine_would_have_drafted(endless: models.LoadedModel, rule: str) -> None:
+    from backends.draft_replay import Recorded, replayed, sensitivity
+
+    spec = {"draft_tokens": 5, "rule": rule, "rule_scale_nats": 9.0, "rule_acceptance": 0.9, "rule_weight": 0.3}
+    letters = tuple(range(97, 103))  # few, so that drafts are found
+    for seed in range(3):
+        plain, live = start(endless, 0), start(endless, 5, spec=spec)
+        for engine in (plain, live):
+            engine.submit(PROMPTS[4], SamplingParams(max_new_tokens=60, seed=seed, allowed=letters))
+            engine.run()
+        entropy = np.concatenate([result.model_entropy for result in plain.results])
+        text = Recorded("sampled", "code", PROMPTS[4], plain.outputs[0].token_ids, entropy, 60)
+        want = np.array([(r.drafted[0], r.token_ids.size - 1) for r in live.results[1:]])
+        assert np.array_equal(replayed(text, live.config.speculation), want)
+        assert want.sum() > 0
+        rows = sensitivity([text], {"fixed 0": {"draft_tokens": 0}, "fixed 5": {"draft_tokens": 5}}, costs=(0.0, 0.5))
+        speed = {(row["cost"], row["arm"]): row["speedup"] for row in rows}
+        assert speed[0.0, "fixed 0"] == speed[0.5, "fixed 0"] == 1.0
+        assert speed[0.0, "fixed 5"] >= 1.0
+        assert speed[0.5, "fixed 5"] < speed[0.0, "fixed 5"]
