@@ -16,10 +16,9 @@ _SHOWN = {
     "tok/s": "tokens_per_s",
     "speedup": "speedup",
     "clock": "wall_speedup",
-    "tok/step": "tokens_per_step",
-    "drafted": "drafted_per_step",
-    "accepted": "acceptance",
-    "same": "same_text",
+    "yield": "tokens_per_step",
+    "drafts": "drafted_per_step",
+    "right": "acceptance",
 }
 """Column to key of a row."""
 
@@ -39,9 +38,10 @@ def speculation(
     """Speculative decoding by draft-length rule: fixed 0, 2, 4, 8, acceptance history, entropy; prompt lookup, batch 1.
 
     Four kinds of text, greedy and sampled. `speedup` charges every step its measured cost, with a 95% interval over
-    prompts and seeds; `clock` is the ratio of wall times; `drafted` is per step; `same` the share of texts equal to
-    those without drafts (rounding in bfloat16 can part them). The second table of each mode asks the same texts what
-    every rule would gain if a drafted token cost so many one-token steps: batches and other machines are not this one.
+    prompts and seeds; `clock` is the ratio of wall times; `yield` and `drafts` are tokens per step; `right` is the
+    share of drafted tokens accepted. Texts equal those without drafts but for rounding in bfloat16. The second table of
+    each mode asks the same texts what every rule would gain if a drafted token cost so many one-token steps: batches
+    and other machines are not this one.
 
     Example: `entropic bench speculation --out out/speculation`
     """
@@ -102,6 +102,8 @@ def _show(values: dict[str, Any]) -> None:
         for cost in dict.fromkeys(row["cost"] for row in rows):
             costs.add_row(f"{cost:g}", *(f"{row['speedup']:.2f}" for row in rows if row["cost"] == cost))
         screen.print(costs)
+        same = next(row["same_text"] for row in reversed(values["rows"]) if row["mode"] == mode)
+        screen.print(f"texts of the last row equal to those without drafts: {100 * same:.0f}%\n")
     milliseconds = ", ".join(f"{ms:.1f}" for ms in values["step_ms"])
     screen.print(
         f"step by drafted tokens 0, 1, ...: {milliseconds} ms; rule_cost {values['rule_cost']:g}, "

@@ -171,12 +171,12 @@ class SpeculationConfig:
         "fixed", ("fixed", "entropy", "history"), "draft length: always d, or at most d by entropy or past acceptance"
     )
     rule_cost: float = fields.number(0.025, 0.0, 10.0, "c: a drafted and verified token's cost, in one-token steps")
-    rule_start: float = fields.number(0.1, 0.0, 10.0, "what verifying costs besides, however many, in one-token steps")
+    rule_start: float = fields.number(0.05, 0.0, 10.0, "what verifying costs besides, however many, in one-token steps")
     rule_acceptance: float = fields.number(
-        0.8, 0.0, 1.0, "a_0: acceptance that 'entropy' assumes at 0 nats and 'history' starts from"
+        0.6, 0.0, 1.0, "a_0: acceptance that 'entropy' assumes at 0 nats and 'history' starts from"
     )
     rule_scale_nats: float = fields.number(
-        2.0, 0.0, 1e6, "h: 'entropy' assumes acceptance a_0 exp(-H / h)", open_lo=True
+        8.0, 0.0, 1e6, "h: 'entropy' assumes acceptance a_0 exp(-H / h)", open_lo=True
     )
     rule_weight: float = fields.number(0.1, 0.0, 1.0, "weight of the newest draft token in 'history'", open_lo=True)
     rule_probe: int = fields.integer(16, 1, 10**6, "'history': steps without a draft before it tries one token")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import NullLocator
 
 from figures import style
 
@@ -64,6 +65,10 @@ def draw(rows: Mapping[str, Any] | str | os.PathLike[str], path: str | os.PathLi
         axes[0].set_ylabel("tokens per second\n(1 = plain decoding)")
         axes[len(modes)].set_ylabel("drafted tokens accepted")
         axes[0].legend(ncols=2, loc="upper left", title="draft length")
-        top = axes[0].get_ylim()[1]
-        axes[0].set_ylim(0, 1.25 * top)
+        axes[0].set_yscale("log")
+        low, high = float(table["speedup_low"].min()), float(table["speedup_high"].max())
+        ticks = (0.25, 0.5, 0.7, 1, 1.5, 2, 3, 4, 6, 8, 12)
+        axes[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes[0].yaxis.set_minor_locator(NullLocator())
+        axes[0].set_ylim(0.9 * min(low, 1.0), 1.8 * max(high, 1.2))
         style.label_panels(axes, [*(f"speed, {mode}" for mode in modes), *(f"acceptance, {mode}" for mode in modes)])
