@@ -1,8 +1,8 @@
 r"""How often a prompt-lookup draft is right, as a function of entropy: what speculative decoding in simulation needs.
 
 Texts are sampled by the real engine at fixed temperatures (and greedily), then every position is looked at once more
-in one dense forward pass. *Prompt lookup* (Saxena, 2023): the last three tokens, else the last two, are searched in
-the text so far, and what followed their latest occurrence is the draft. Recorded as functions of entropy:
+in one dense forward pass, with the draft that :func:`backends.drafting.lookup` finds there. Recorded as functions of
+entropy:
 
 - ``found``: share of positions where there is a draft;
 - ``accepted``: mean probability that the verifier accepts the draft's next token. A draft without randomness is
@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from backends.drafting import NGRAMS, lookup
 from backends.engine import Engine
 from backends.models import LoadedModel
 from backends.prompts import PROMPTS, Prompt
@@ -30,31 +31,10 @@ from backends.sampling import SamplingParams
 from entropic_ctl import config as configs
 from entropic_ctl.signals import FloatArray
 
-__all__ = ["SCHEMA", "lookup", "measure"]
+__all__ = ["SCHEMA", "measure"]
 
 SCHEMA = 1
 TEMPERATURES = (0.0, 0.3, 0.6, 0.9, 1.2, 1.6)
-NGRAMS = (3, 2)
-
-
-def lookup(tokens: Sequence[int], length: int, ngrams: Sequence[int] = NGRAMS) -> list[int]:
-    """Return up to ``length`` tokens that followed the latest earlier occurrence of the text's last n-gram, or none.
-
-    Parameters
-    ----------
-    tokens : sequence of int
-        The text so far.
-    length : int
-    ngrams : sequence of int
-        Lengths tried, in this order.
-    """
-    text = list(tokens)
-    for n in ngrams:
-        tail = text[-n:]
-        for start in range(len(text) - n - 1, -1, -1):
-            if text[start : start + n] == tail:
-                return text[start + n : start + n + length]
-    return []
 
 
 def measure(

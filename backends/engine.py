@@ -1,7 +1,9 @@
 """The real engine: it executes step plans with real forward passes and a real clock.
 
-One step: plan, one packed forward pass over all rows (ragged, no padding), temper, sample, observe. What to run, with
-which temperature and which pages, is decided by :class:`entropic_ctl.loop.Loop`, the same object the simulator drives.
+One step: plan, draft, one packed forward pass over all rows (ragged, no padding), temper, sample, observe. What to run,
+with which temperature and which pages, and how many tokens to draft, is decided by :class:`entropic_ctl.loop.Loop`, the
+same object the simulator drives. Who drafts: :mod:`backends.drafting`; what becomes of a draft:
+:mod:`backends.verification`.
 """
 
 from __future__ import annotations
@@ -19,14 +21,16 @@ from torch import Tensor
 from backends.attention import PagedBatch, register
 from backends.audit import AuditTable, kl_nats
 from backends.decoder import runner
+from backends.drafting import Drafted, Drafter, drafter_of
 from backends.flops import step_flops
 from backends.jobs import Job, OnText, Output, new_job
 from backends.kv_cache import PagedKVCache
 from backends.models import LoadedModel
 from backends.sampling import SamplingParams, TorchLogitView, process, sample, to_host
+from backends.verification import Positions, drafted_plan
 from entropic_ctl.certificates import Verdict
 from entropic_ctl.config import RunConfig
-from entropic_ctl.errors import BadInputError, NoProgressError
+from entropic_ctl.errors import NoProgressError
 from entropic_ctl.loop import Loop
 from entropic_ctl.signals import Finish, FinishReason, StepPlan, StepResult
 
@@ -42,7 +46,7 @@ class Engine:
     Parameters
     ----------
     config : RunConfig
-        ``engine`` and ``loop`` are used; the model is given.
+        ``engine``, ``loop`` and ``speculation`` are used; the model is given.
     model : LoadedModel
         From :func:`backends.models.load`. Its attention implementation is switched to the paged one.
     verdict, uncertified, recorder, laws
@@ -52,12 +56,22 @@ class Engine:
     clock, sleep : callable
         Seconds now; wait that many seconds. The engine's time 0 is its construction, audits are left out.
     probe : callable(plan, rows, logits), optional
-        Shown the raw logits (M, n) of the sampling rows of every step (``rows`` index the plan).
+        Shown the raw logits (K, n) of the sampling rows of every step (``rows`` index the plan; a row that verifies
+        drafts occurs once per position, rejected ones included).
+    draft_model : LoadedModel, optional
+        With ``speculation.drafter = "model"``: the loaded drafter, in place of ``speculation.draft_model``.
+    drafter : Drafter, optional
+        Who drafts, in place of what the configuration names; ``speculation.draft_tokens`` still bounds it.
+
+    Attributes
+    ----------
+    drafted, accepted : int
+        Tokens drafted so far, and those of them that became text.
 
     Raises
     ------
     BadInputError
-        If the configuration asks for speculative decoding.
+        If the draft model has another tokenizer.
     UncertifiedError
         If the temperature law needs a certificate that ``verdict`` does not give.
     """
@@ -75,16 +89,9 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
         probe: Probe | None = None,
+        draft_model: LoadedModel | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        if config.speculation.draft_tokens:
-            raise BadInputError(
-                "the engine does not draft yet",
-                where="Engine",
-                field="speculation.draft_tokens",
-                value=config.speculation.draft_tokens,
-                allowed="0",
-                remedy="simulate it: `entropic simulate`",
-            )
         limits = dataclasses.replace(
             config.engine, max_context=min(config.engine.max_context, max(2, model.max_context))
         )
@@ -97,7 +104,10 @@ class Engine:
             uncertified=uncertified,
             recorder=recorder,
             laws=laws,
+            speculation=config.speculation,
         )
+        self._drafter = drafter or drafter_of(config.speculation, model, limits, draft_model)
+        self.drafted = self.accepted = 0
         network, shape = model.model, model.shape
         self.device, self.dtype = network.device, network.dtype
         network.set_attn_implementation(register())
@@ -109,6 +119,7 @@ class Engine:
             page_tokens=limits.page_tokens,
             dtype=self.dtype,
             device=self.device,
+            kernels=limits.kernels,
         )
         self._run = runner(network, limits.kernels)
         self.audit = AuditTable()
@@ -232,7 +243,14 @@ class Engine:
             self._wait(now)
             return None
         self._idle_steps = 0
+        drafted = Drafted([])
+        if self._drafter is not None:
+            jobs = [self._jobs[int(i)] for i in plan.ids]
+            drafted = self._drafter.propose(plan, jobs)
+            plan = drafted_plan(plan, drafted, jobs, self.model.vocab_size)
         result = self._execute(plan, on_text)
+        if drafted.flops:
+            result = result._replace(kv_bytes=result.kv_bytes + drafted.kv_bytes, flops=result.flops + drafted.flops)
         finished = self.loop.observe(result)
         if self.metrics is not None:
             self.metrics.step(plan, result, finished)
@@ -268,6 +286,8 @@ class Engine:
 
     def _leave(self, finish: Finish, on_text: OnText | None) -> None:
         job = self._jobs.pop(finish.id, None)
+        if self._drafter is not None:
+            self._drafter.leave(finish.id)
         if job is not None:
             job.leave(finish, self.now(), on_text)
 
@@ -281,14 +301,15 @@ class Engine:
         dense = self._dense_logits(plan, inputs)
         batch = PagedBatch.from_plan(plan, self.cache, self._pruning)
         logits = self._forward(batch, inputs)
-        if self._prunes:
-            self.cache.seal(batch)
         statistics = batch.statistics()
+        at = Positions.of(plan.n_draft[rows] + 1)
         if self._probe is not None and rows.size:
-            self._probe(plan, rows, logits)
-        ids, tokens, tempered, finished = self._choose(plan, jobs, rows, logits, on_text)
+            self._probe(plan, rows[at.owner], logits)
+        ids, tokens, tempered, finished = self._choose(plan, jobs, rows, at, logits, on_text)
+        if self._prunes:
+            self._seal(plan, jobs, batch)
         if dense is not None:
-            self._record_audit(plan, rows, logits, dense)
+            self._record_audit(plan, rows, logits[at.first], dense[at.first])
         kept = np.asarray(statistics.kept_fraction, np.float64)
         return StepResult(
             step=plan.step,
@@ -304,16 +325,26 @@ class Engine:
             kv_bytes=float(statistics.kv_bytes),
             flops=step_flops(self.model, plan, kept, statistics.pruned_layers),
             finished=tuple(finished),
+            drafted=plan.n_draft,
         )
+
+    def _seal(self, plan: StepPlan, jobs: list[Job], batch: PagedBatch) -> None:
+        """Seal the pages that were filled with tokens that stay: not those of rejected drafts."""
+        if not plan.n_draft.any():
+            self.cache.seal(batch)
+            return
+        computed = np.array([len(job.known) - 1 for job in jobs], np.int64)  # the newest token is not
+        stays = np.where(plan.n_draft > 0, computed, plan.context + plan.n_tokens)
+        self.cache.seal_pages(batch.filled_pages(stays))
 
     def _pack(self, plan: StepPlan, jobs: list[Job]) -> Tensor:
         """Return the tokens of all rows, packed without padding, int64 (T,)."""
         spans = list(zip(plan.context.tolist(), plan.n_tokens.tolist(), strict=True))
-        tokens = [t for job, (start, count) in zip(jobs, spans, strict=True) for t in job.known[start : start + count]]
+        tokens = [t for job, (start, count) in zip(jobs, spans, strict=True) for t in job.tokens(start, count)]
         return torch.tensor(tokens, dtype=torch.long, device=self.device)
 
     def _forward(self, batch: PagedBatch, tokens: Tensor) -> Tensor:
-        """Return the raw logits of the sampling rows, float32 (M, n), in plan order."""
+        """Return the raw logits of the sampling rows' positions, float32 (K, n), in plan order."""
         return self._run(batch, tokens).float()
 
     def _dense_logits(self, plan: StepPlan, inputs: Tensor) -> Tensor | None:
@@ -338,35 +369,55 @@ class Engine:
         self._origin += self._clock() - before
 
     def _choose(
-        self, plan: StepPlan, jobs: list[Job], rows: Any, logits: Tensor, on_text: OnText | None
+        self, plan: StepPlan, jobs: list[Job], rows: Any, at: Positions, logits: Tensor, on_text: OnText | None
     ) -> tuple[Any, Any, dict[str, Any], list[Finish]]:
-        """Temper and sample; extend texts; return (ids, tokens, per-token columns, driver-ended requests)."""
+        """Temper, sample, verify; extend texts; return (ids, tokens, per-token columns, driver-ended requests)."""
         picked = [jobs[row] for row in rows]
-        params = [job.params for job in picked]
-        processed = process(logits, params, [job.known for job in picked])
-        tempered = self.loop.temper(TorchLogitView(logits, processed))
+        shown = [picked[i] for i in at.owner.tolist()]
+        params, ahead = [job.params for job in shown], at.ahead.tolist()
+        processed = process(logits, params, [job.seen(j) for job, j in zip(shown, ahead, strict=True)])
+        tempered = self.loop.temper(TorchLogitView(logits, processed), at.count if self._drafter else None)
         alive = tempered.valid & torch.isfinite(processed.amax(dim=-1)).cpu().numpy()
         good = np.flatnonzero(alive)
-        tokens = sample(
-            processed[torch.as_tensor(good, device=logits.device)] if good.size < rows.size else processed,
+        drawn = np.full(alive.shape[0], -1, np.int64)
+        drawn[good] = sample(
+            processed[torch.as_tensor(good, device=logits.device)] if good.size < alive.size else processed,
             tempered.temperature[good],
-            plan.greedy[rows[good]],
+            plan.greedy[rows[at.owner[good]]],
             [params[i] for i in good],
-            [len(picked[i].output.token_ids) for i in good],
+            [len(shown[i].output.token_ids) + ahead[i] for i in good],
         )
-        finished = [
-            Finish(picked[i].request.id, FinishReason.EMPTY_SUPPORT, "no token has a finite logit")
-            for i in np.flatnonzero(~alive)
-        ]
+        finished: list[Finish] = []
+        used: list[int] = []  # positions that became tokens
         now = self.now() if good.size else 0.0
-        for i, token in zip(good, tokens.tolist(), strict=True):
-            reason = picked[i].accept(token, now, self.model.eos_ids, on_text)
-            if reason is not None:
-                finished.append(Finish(picked[i].request.id, reason))
+        for job, first in zip(picked, at.first.tolist(), strict=True):
+            count, end = self._accept(job, drawn[first : first + 1 + len(job.draft)].tolist(), now, on_text)
+            if count:
+                job.temperature = float(tempered.temperature[first + count - 1])
+            used.extend(range(first, first + count))
+            if end is not None:
+                finished.append(end)
         columns = {
-            "temperature": tempered.temperature[good],
-            "model_entropy": tempered.model_entropy[good],
-            "tempered_entropy": tempered.tempered_entropy[good],
-            "varentropy": tempered.varentropy[good],
+            "temperature": tempered.temperature[used],
+            "model_entropy": tempered.model_entropy[used],
+            "tempered_entropy": tempered.tempered_entropy[used],
+            "varentropy": tempered.varentropy[used],
         }
-        return plan.ids[rows[good]], tokens, columns, finished
+        return plan.ids[rows[at.owner[used]]], drawn[used], columns, finished
+
+    def _accept(self, job: Job, drawn: list[int], now_s: float, on_text: OnText | None) -> tuple[int, Finish | None]:
+        """Extend a text by the target's tokens (-1: none could be drawn) while they follow the draft, and one more."""
+        draft = job.draft
+        self.drafted += len(draft)
+        for count, token in enumerate(drawn):
+            if token < 0:
+                finish = Finish(job.request.id, FinishReason.EMPTY_SUPPORT, "no token has a finite logit")
+                return count, finish
+            reason = job.accept(token, now_s, self.model.eos_ids, on_text)
+            follows = count < len(draft) and token == draft[count]
+            self.accepted += follows
+            if reason is not None:
+                return count + 1, Finish(job.request.id, reason)
+            if not follows:
+                return count + 1, None
+        raise AssertionError("the position after a draft follows nothing")

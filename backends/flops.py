@@ -11,7 +11,7 @@ __all__ = ["step_flops"]
 
 
 def step_flops(model: LoadedModel, plan: StepPlan, kept_fraction: FloatArray, pruned_layers: IntArray) -> float:
-    """Return twice the multiply-adds: weights per token, output head per sampling row, attention per pair.
+    """Return twice the multiply-adds: weights per token, output head per sampled position, attention per pair.
 
     2 P N + 2 d n M + 4 H D sum over rows and layers of attended (query, key) pairs *(ours)*. A pruned layer scores all
     keys from the shadow (q.k without the values: half of dense attention) and then attends to what it kept. All experts
@@ -31,5 +31,5 @@ def step_flops(model: LoadedModel, plan: StepPlan, kept_fraction: FloatArray, pr
     pairs = n * context + n * (n + 1) / 2
     layers = shape.layers - pruned_layers + pruned_layers * (0.5 + kept_fraction)
     body = 2.0 * shape.body_parameters * n.sum()
-    head = 2.0 * shape.hidden * model.vocab_size * np.count_nonzero(plan.samples)
+    head = 2.0 * shape.hidden * model.vocab_size * (np.count_nonzero(plan.samples) + int(plan.n_draft.sum()))
     return float(body + head + 4.0 * shape.heads * shape.head_dim * (layers * pairs).sum())

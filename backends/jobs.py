@@ -48,13 +48,39 @@ class Output:
 
 @dataclass
 class Job:
-    """A request that has not left yet; ``known`` is prompt plus generated tokens."""
+    """A request that has not left yet.
+
+    Parameters
+    ----------
+    request : Request
+    params : SamplingParams
+    known : list of int
+        Prompt plus generated tokens.
+    stream : TextStream or None
+    output : Output
+    draft : list of int
+        Tokens that the current step verifies after the known ones.
+    temperature : float
+        Of the last token sampled; NaN before the first.
+    """
 
     request: Request
     params: SamplingParams
     known: list[int]
     stream: TextStream | None
     output: Output
+    draft: list[int] = field(default_factory=list)
+    temperature: float = math.nan
+
+    def tokens(self, context: int, count: int) -> list[int]:
+        """Return ``count`` tokens from place ``context`` on, those of the draft (all of it, or none) included."""
+        if not self.draft:
+            return self.known[context : context + count]
+        return self.known[context:] + self.draft
+
+    def seen(self, ahead: int) -> list[int]:
+        """Return the text that a penalty sees ``ahead`` drafted tokens past the known ones."""
+        return self.known + self.draft[:ahead] if ahead else self.known
 
     def accept(self, token: int, now_s: float, eos_ids: frozenset[int], on_text: OnText | None) -> FinishReason | None:
         """Append a sampled token; return a reason if the text ends with it (end of text, stop string)."""

@@ -54,6 +54,8 @@ def micro_digest(
         "draft_tokens": drafts.draft_tokens,
         "draft_below_nats": drafts.draft_below_nats if drafts.draft_tokens else None,
     }
+    if drafts.draft_tokens and drafts.rule != "fixed":  # up to d + 1 updates, by a rule that need not draft at all
+        subject["draft_rule"] = drafts.rule
     return digest(subject)
 
 

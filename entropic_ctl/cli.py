@@ -25,6 +25,7 @@ from entropic_ctl import (
     cli_entropy,
     cli_identify,
     cli_proofs,
+    cli_speculation,
     cli_sweep,
     cli_validate,
     cli_variance,
@@ -205,6 +206,17 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as plain text, without the chat template.")
     ] = False,
+    draft: Annotated[
+        int | None,
+        typer.Option("--draft", min=0, max=64, help="Speculative decoding: most tokens drafted per step; 0 is off."),
+    ] = None,
+    draft_rule: Annotated[
+        str | None, typer.Option("--draft-rule", help="Draft length: fixed, entropy or history.")
+    ] = None,
+    draft_model: Annotated[
+        str | None,
+        typer.Option("--draft-model", metavar="DIR", help="Draft with this model; by prompt lookup if absent."),
+    ] = None,
     json_file: Json = None,
     log: Annotated[
         Path | None, typer.Option("--log", metavar="FILE", help="Record the run for `entropic replay`.")
@@ -232,6 +244,7 @@ def generate(
         greedy=greedy,
         stop=tuple(stop or ()),
         chat=not raw,
+        speculation={"draft_tokens": draft, "rule": draft_rule, "draft_model": draft_model},
         json_file=json_file,
         log=log,
         certificate=certificate,
@@ -332,6 +345,7 @@ cli_cluster.register(app)
 cli_entropy.register(app)
 cli_identify.register(app)
 cli_proofs.register(app)
+cli_speculation.register(bench_app)
 cli_sweep.register(app)
 cli_validate.register(app)
 cli_variance.register(app)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,13 @@ def generate(
     seed: int | None,
     perfetto: Path | None = None,
     perfetto_seconds: float | None = None,
+    speculation: Mapping[str, Any] | None = None,
 ) -> None:
     """Run one request to its end; the text goes to standard output, and an interrupt keeps what there is of it."""
     text = read_prompt(prompt, prompt_file)
-    config = cli_run.with_overrides(cli_run.load_config(config_file), seed=seed, model=model)
+    config = cli_run.with_overrides(
+        cli_run.load_config(config_file), seed=seed, model=model, speculation=speculation or {}
+    )
     inputs = (prompt_file, config_file, certificate)
     cli_output.check_file(json_file, "--json", *inputs, log)
     cli_output.check_file(log, "--log", *inputs)
@@ -98,6 +102,8 @@ def generate(
         "finish": str(reason) if reason is not None else "interrupted",
         "prompt_tokens": len(output.prompt_ids),
         "output_tokens": len(output.token_ids),
+        "draft_tokens": engine.drafted,
+        "draft_tokens_accepted": engine.accepted,
         "summary": metrics.summary(),
     }
     cli_run.write_json(json_file, report, config)
@@ -113,6 +119,8 @@ def generate(
             remedy="its weights are damaged, or overflow in this dtype: get them again, or set model.dtype = 'float32'",
         )
     note = f"{len(output.token_ids)} tokens, finish: {report['finish']}{_measured(metrics)}"
+    if config.speculation.draft_tokens:
+        note += f"; {engine.accepted} of {engine.drafted} drafted tokens accepted"
     if config_file is None:
         note += "\nstandard inference: no --config, so no law acted (fixed temperature, dense attention)"
     console(stderr=True, soft_wrap=True).print(note, style="dim")

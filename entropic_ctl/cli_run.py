@@ -84,15 +84,25 @@ def load_config(path: Path | None) -> RunConfig:
 
 
 def with_overrides(
-    config: RunConfig, *, seed: int | None = None, model: str | None = None, trace: Path | None = None
+    config: RunConfig,
+    *,
+    seed: int | None = None,
+    model: str | None = None,
+    trace: Path | None = None,
+    speculation: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """Return ``config`` with what the command line overrides."""
+    """Return ``config`` with what the command line overrides; keys of ``speculation`` that are None are left alone."""
     if seed is not None:
         config = dataclasses.replace(config, seed=seed)
     if model is not None:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=model))
     if trace is not None:
         config = dataclasses.replace(config, workload=config.workload.replaying(trace))
+    drafts = {name: value for name, value in (speculation or {}).items() if value is not None}
+    if "draft_model" in drafts:
+        drafts["drafter"] = "model"
+    if drafts:
+        config = dataclasses.replace(config, speculation=dataclasses.replace(config.speculation, **drafts))
     return config
 
 

@@ -159,26 +159,33 @@ class SloConfig:
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Speculative decoding: drafted tokens that one step verifies. Simulated; the real engine does not draft yet."""
+    """Speculative decoding: drafted tokens that one step verifies, in the simulator and in the real engine."""
 
     draft_tokens: int = fields.integer(0, 0, 64, "d: most drafted tokens of a row in one step; 0 is off")
     drafter: str = fields.choice("prompt_lookup", ("prompt_lookup", "model"), "who drafts")
     draft_below_nats: float = fields.number(100.0, 0.0, 100.0, "draft only while the last model entropy is lower, nats")
     acceptance: float = fields.number(
-        0.0, 0.0, 1.0, "chance that a drafted token is accepted; 0: the measured function"
+        0.0, 0.0, 1.0, "simulator: chance that a drafted token is accepted; 0: the measured function"
     )
-    draft_model: str = fields.text("smollm2-135m", "drafter model: its shape, as in cost.model, on the same device")
+    draft_model: str = fields.text(
+        "smollm2-135m", "drafter 'model': as in model.path for the engine, as in cost.model for the simulator"
+    )
+    rule: str = fields.choice(
+        "fixed", ("fixed", "entropy", "history"), "draft length: always d, or at most d by entropy or past acceptance"
+    )
+    rule_cost: float = fields.number(0.025, 0.0, 10.0, "c: a drafted and verified token's cost, in one-token steps")
+    rule_start: float = fields.number(0.05, 0.0, 10.0, "what verifying costs besides, however many, in one-token steps")
+    rule_acceptance: float = fields.number(
+        0.6, 0.0, 1.0, "a_0: acceptance that 'entropy' assumes at 0 nats and 'history' starts from"
+    )
+    rule_scale_nats: float = fields.number(
+        8.0, 0.0, 1e6, "h: 'entropy' assumes acceptance a_0 exp(-H / h)", open_lo=True
+    )
+    rule_weight: float = fields.number(0.1, 0.0, 1.0, "weight of the newest draft token in 'history'", open_lo=True)
+    rule_probe: int = fields.integer(16, 1, 10**6, "'history': steps without a draft before it tries one token")
 
     def __post_init__(self) -> None:
         fields.check(self)
-        if self.draft_tokens and self.drafter == "model" and not self.acceptance:
-            raise BadInputError(
-                "acceptance was measured for prompt lookup only",
-                field="acceptance",
-                value=self.acceptance,
-                allowed="(0, 1] with drafter = 'model'",
-                remedy="give the acceptance of your pair of models",
-            )
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from entropic_ctl import __version__, certificates
 from entropic_ctl.batching import Batcher
 from entropic_ctl.certificates import Verdict
 from entropic_ctl.config import EngineConfig, LoopConfig, SpeculationConfig, resolve_loop
+from entropic_ctl.drafting import rule_of
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.policy import Policy
 from entropic_ctl.recording import FORMAT, RecordedView, Recorder
@@ -80,6 +81,7 @@ class Loop:
             temperature, pruning, scheduling, slots=engine.max_live, observation_lag=engine.observation_lag
         )
         self.batcher = Batcher(engine, scheduling.config, stateful=getattr(scheduling, "stateful", False))
+        self._rule = rule_of(self._speculation, engine.max_live)
         self._reads_view = bool(getattr(scheduling, "reads_view", True))
         self._recorder = recorder
         self._plan: StepPlan | None = None
@@ -128,7 +130,7 @@ class Loop:
         slot = self.batcher.slot_of(request_id)
         found = self.batcher.cancel(request_id)
         if slot is not None:
-            self.policy.stop(np.array([slot]))
+            self._stop(np.array([slot]))
         if self._recorder is not None:
             self._recorder.write("cancel", id=request_id, found=found)
         return found
@@ -159,31 +161,44 @@ class Loop:
         """Note iterations that a driver ran on the state in place (see ``Batcher.ran``); return who left."""
         finished, freed = self.batcher.ran(steps, step_s, ended, full)
         if freed.shape[0]:
-            self.policy.stop(freed)
+            self._stop(freed)
         return finished
+
+    def _stop(self, slots: IntArray) -> None:
+        self.policy.stop(slots)
+        self._rule.stop(slots)
 
     def _draft(self) -> IntArray | None:
         """Return the most tokens to draft by slot: 0 where the last model entropy is too high; None if off."""
-        most = self._speculation.draft_tokens
-        if not most:
+        if not self._speculation.draft_tokens:
             return None
-        return np.where(self.policy.last_entropy >= self._speculation.draft_below_nats, 0, most)
+        entropy = self.policy.last_entropy
+        return np.where(entropy >= self._speculation.draft_below_nats, 0, self._rule.lengths(entropy))
 
     def _score(self, slots: IntArray) -> FloatArray:
         if not self._reads_view:
             return np.zeros(slots.shape[0])
         return self.policy.scores(self.batcher.view(self._now_s, slots, self.policy.signals(slots)))
 
-    def temper(self, view: LogitView) -> Tempered:
+    def temper(self, view: LogitView, positions: IntArray | None = None) -> Tempered:
         """Return temperatures for the last plan's sampling rows, in plan order; ``1 + n_draft`` of a row that drafts.
+
+        Parameters
+        ----------
+        view : LogitView
+        positions : IntArray, shape (M,), optional
+            Distributions of each sampling row in the view, where the driver drafted fewer tokens than planned.
 
         Raises
         ------
         BadInputError
-            If no plan was made, or the view has another number of rows.
+            If no plan was made, ``positions`` are not within 1 and ``1 + n_draft``, or the view has another number of
+            rows.
         """
         if self._plan is None:
             raise BadInputError("temper before plan", where="Loop.temper", remedy="call plan first")
+        if positions is not None:
+            self._narrow(self._plan, positions)
         rows = self._sampling.shape[0]
         if rows and view.model_entropy.shape != (rows,):
             raise BadInputError(
@@ -197,12 +212,27 @@ class Loop:
             return self.policy.temper(self._sampling, self._greedy, view)
         recorded = RecordedView(view)
         tempered = self.policy.temper(self._sampling, self._greedy, recorded)
-        self._recorder.temper(recorded, tempered)
+        self._recorder.temper(recorded, tempered, positions)
         return tempered
+
+    def _narrow(self, plan: StepPlan, positions: IntArray) -> None:
+        """Look at ``positions`` distributions of each sampling row."""
+        most = plan.n_draft[plan.samples] + 1
+        if positions.shape != most.shape or ((positions < 1) | (positions > most)).any():
+            raise BadInputError(
+                "not the numbers of tokens verified",
+                where="Loop.temper",
+                field="positions",
+                value=positions.tolist(),
+                allowed=f"from 1 to {most.tolist()}, one per sampling row",
+            )
+        self._sampling = plan.slots[plan.samples].repeat(positions)
+        self._greedy = plan.greedy[plan.samples].repeat(positions)
 
     def observe(self, result: StepResult) -> tuple[Finish, ...]:
         """Take in a step's result; return everything that left in it."""
         _check_lengths(result)
+        _check_drafts(result, self._plan)
         outcome = self.batcher.observe(result)
         slots, rows = outcome.token_slots, outcome.token_rows
         if slots.shape[0]:
@@ -211,11 +241,23 @@ class Loop:
                 model, tempered = model[rows], tempered[rows]
             greedy = self.batcher.slots.greedy[slots]
             self.policy.observe(slots, model, tempered, greedy, distinct=outcome.distinct)
+        if result.drafted.shape[0] and self._plan is not None:
+            self._count_drafts(self._plan, result)
         if outcome.freed.shape[0]:
-            self.policy.stop(outcome.freed)
+            self._stop(outcome.freed)
         if self._recorder is not None:
             self._recorder.observe(result, outcome.finished)
         return outcome.finished
+
+    def _count_drafts(self, plan: StepPlan, result: StepResult) -> None:
+        """Tell the draft rule what became of the drafts of the rows that are still there."""
+        here = plan.samples & (self.batcher.slots.id[plan.slots] == plan.ids)
+        ids, drafted = plan.ids[here], result.drafted[here]
+        order = np.argsort(ids)
+        known = result.token_ids[np.isin(result.token_ids, ids)]
+        yielded = np.zeros(ids.shape[0], np.int64)
+        np.add.at(yielded, order[np.searchsorted(ids, known, sorter=order)], 1)
+        self._rule.observe(plan.slots[here], drafted, np.minimum(np.maximum(yielded - 1, 0), drafted))
 
 
 def _check_lengths(result: StepResult) -> None:
@@ -229,3 +271,17 @@ def _check_lengths(result: StepResult) -> None:
                 value=getattr(result, name).shape[0],
                 allowed=f"{count}, one per accepted token",
             )
+
+
+def _check_drafts(result: StepResult, plan: StepPlan | None) -> None:
+    drafted = result.drafted
+    if plan is None or not drafted.shape[0]:
+        return
+    if drafted.shape != plan.n_draft.shape or ((drafted < 0) | (drafted > plan.n_draft)).any():
+        raise BadInputError(
+            "not the numbers of drafted tokens",
+            where="StepResult",
+            field="drafted",
+            value=drafted.tolist(),
+            allowed=f"from 0 to {plan.n_draft.tolist()}, one per plan row",
+        )

@@ -15,7 +15,7 @@ from typing import IO, Any, Self
 import numpy as np
 
 from entropic_ctl.errors import BadInputError
-from entropic_ctl.signals import Array, Finish, LogitView, Request, StepPlan, StepResult, Tempered
+from entropic_ctl.signals import Array, Finish, IntArray, LogitView, Request, StepPlan, StepResult, Tempered
 
 __all__ = ["FORMAT", "RecordedView", "Recorder", "finishes", "host_array", "plan_columns", "result_columns"]
 
@@ -125,9 +125,11 @@ class Recorder:
         """Record a plan."""
         self.write("plan", **plan_columns(plan))
 
-    def temper(self, view: RecordedView, tempered: Tempered) -> None:
-        """Record what the micro law asked and what it answered."""
+    def temper(self, view: RecordedView, tempered: Tempered, positions: IntArray | None = None) -> None:
+        """Record what the micro law asked and what it answered, and of how many positions if not as planned."""
         outcome = {name: getattr(tempered, name).tolist() for name in _TEMPERED}
+        if positions is not None:
+            outcome["positions"] = positions.tolist()
         self.write("temper", evaluations=view.evaluations, **outcome)
 
     def observe(self, result: StepResult, finished: tuple[Finish, ...]) -> None:

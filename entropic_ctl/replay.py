@@ -149,7 +149,7 @@ def _result(values: dict[str, Any]) -> StepResult:
     arrays: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, list) and name != "finished":
-            arrays[name] = np.asarray(value, np.int64 if name in ("token_ids", "tokens") else np.float64)
+            arrays[name] = np.asarray(value, np.int64 if name in ("token_ids", "tokens", "drafted") else np.float64)
         else:
             arrays[name] = value
     arrays["finished"] = tuple(_finish(item) for item in values["finished"])
@@ -178,7 +178,8 @@ def _step(loop: Loop, event: dict[str, Any], report: ReplayReport, tolerance: fl
             _compare(f"plan.{name}", event[name], value)
     elif kind == "temper":
         view = _ReplayView(np.asarray(event["model_entropy"], np.float64), event["evaluations"])
-        tempered = loop.temper(view)
+        positions = event.get("positions")
+        tempered = loop.temper(view, None if positions is None else np.asarray(positions, np.int64))
         _compare("number of evaluations", len(view.evaluations), view.turn)
         _compare("valid", event["valid"], tempered.valid.tolist())
         for name in ("tempered_entropy", "varentropy"):

@@ -216,6 +216,8 @@ class StepResult(NamedTuple):
         Joules spent (modelled, or counted by the machine); 0 where nobody knows.
     finished : tuple of Finish
         Requests the driver ended (EOS, stop string, empty support). Length and capacity are the batcher's.
+    drafted : IntArray, shape (R,)
+        Tokens really drafted and verified per plan row, at most the plan's ``n_draft``; empty: none.
     """
 
     step: int
@@ -235,3 +237,4 @@ class StepResult(NamedTuple):
     flops: float = 0.0
     finished: tuple[Finish, ...] = ()
     energy_j: float = 0.0
+    drafted: IntArray = _NO_IDS

@@ -121,12 +121,21 @@ class Speculation:
         Raises
         ------
         BadInputError
-            If the draft model is not known or does not fit the device.
+            If the draft model is not known or does not fit the device, or its acceptance is not given.
         """
         asked = config.speculation
         if not asked.draft_tokens:
             return None
         if asked.drafter == "model":
+            if not asked.acceptance:
+                raise BadInputError(
+                    "acceptance was measured for prompt lookup only",
+                    where="speculation",
+                    field="speculation.acceptance",
+                    value=asked.acceptance,
+                    allowed="(0, 1] with drafter = 'model'",
+                    remedy="give the acceptance of your pair of models",
+                )
             device = {name: value for name, value in vars(config.cost).items() if name not in ("model", "weight_bits")}
             try:
                 return cls(asked, config.seed, cost_model(CostConfig(**device, model=asked.draft_model), page_tokens))

@@ -176,6 +176,7 @@ class StepModel:
             charge.flops,
             tuple(Finish(int(i), FinishReason.EOS) for i in ids[yes & last]),
             charge.energy_j,
+            drafted,
         )
 
     def _load(self, plan: StepPlan, tokens: IntArray, kept: FloatArray) -> StepLoad:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_model import byte_tokenizer, tiny_llama
 
-from backends.acceptance import lookup, measure
+from backends.acceptance import measure
+from backends.drafting import lookup
 from backends.models import wrap
 from backends.prompts import Prompt
 
@@ -21,7 +22,8 @@ from backends.prompts import Prompt
         ([8, 2, 3, 9, 2, 3, 7, 5, 2, 3], [7, 5]),  # the latest occurrence
         ([1, 2, 3], []),
         ([], []),
-        ([4, 4, 4, 4], [4]),
+        ([4, 4, 4, 4], [4, 4]),  # the occurrence that overlaps the end goes on
+        ([1, 2, 3, 1, 2, 3], [1, 2]),
     ],
 )
 def test_lookup_by_hand(text: list[int], draft: list[int]) -> None:
@@ -34,7 +36,11 @@ def test_a_draft_is_what_followed_the_same_tokens(text: list[int], length: int) 
     assert len(draft) <= length
     if draft:
         n = 3 if any(text[i : i + 3] == text[-3:] for i in range(len(text) - 3)) and len(text) > 3 else 2
-        assert any(text[i : i + n] == text[-n:] and text[i + n : i + n + length] == draft for i in range(len(text) - n))
+        whole = text + draft
+        assert len(draft) == length
+        assert any(
+            text[i : i + n] == text[-n:] and whole[i + n : i + n + length] == draft for i in range(len(text) - n)
+        )
 
 
 def test_tables_count_positions_and_hold_probabilities() -> None:

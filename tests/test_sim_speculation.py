@@ -357,13 +357,18 @@ def test_more_tokens_than_drafted_are_refused() -> None:
     [
         ({"draft_tokens": -1}, "draft_tokens"),
         ({"draft_tokens": 2, "drafter": "guess"}, "prompt_lookup, model"),
-        ({"draft_tokens": 2, "drafter": "model"}, "speculation.acceptance"),
+        ({"draft_tokens": 2, "rule": "guess"}, "fixed, entropy, history"),
         ({"acceptance": 1.5}, "speculation.acceptance"),
     ],
 )
 def test_bad_settings_name_the_key(draft: dict[str, Any], needle: str) -> None:
     with pytest.raises(BadInputError, match=needle):
         setup(draft)
+
+
+def test_the_simulator_asks_for_the_acceptance_of_a_pair_of_models() -> None:
+    with pytest.raises(BadInputError, match=r"speculation.acceptance.*\(0, 1\]"):
+        Speculation.of(setup({"draft_tokens": 2, "drafter": "model"}), 16)
 
 
 def test_an_unknown_draft_model_names_its_key() -> None:

@@ -85,7 +85,8 @@ class PagedBatch:
     positions : int64 tensor, shape (T,)
         Position of each token in its own sequence (``position_ids`` of the model).
     last_index : int64 tensor, shape (M,)
-        Packed index of the last token of each sampling row (``logits_to_keep`` of the model).
+        Packed index of the last token of each sampling row, and of the ``n_draft`` before it where the row verifies
+        drafted tokens (``logits_to_keep`` of the model).
     sink_tokens : int
         Leading tokens that sliding-window layers see besides their window.
     audit, want_output_error : bool
@@ -167,8 +168,9 @@ class PagedBatch:
             joined = np.concatenate(parts) if parts else np.empty(0, np.int64)
             return torch.from_numpy(joined).to(device)
 
-        stops = np.cumsum(plan.n_tokens)
-        last = torch.from_numpy((stops - 1)[plan.samples].astype(np.int64)).to(device)
+        stops, shown = np.cumsum(plan.n_tokens)[plan.samples], plan.n_draft[plan.samples] + 1
+        ahead = np.arange(int(shown.sum())) - np.repeat(np.cumsum(shown), shown)  # -1 at a row's last position
+        last = torch.from_numpy((np.repeat(stops, shown) + ahead).astype(np.int64)).to(device)
         return cls(cache, pruning, rows, packed(pages), packed(offsets), packed(positions), last)
 
     @cached_property
@@ -218,7 +220,7 @@ class PagedBatch:
         Returns
         -------
         tensor, shape (M, n), dtype of the model
-            Raw logits of the sampling rows, in row order.
+            Raw logits at ``last_index``: of the sampling rows, in row order.
 
         Raises
         ------
@@ -241,10 +243,19 @@ class PagedBatch:
             )
         return logits[0]
 
-    def filled_pages(self) -> IntArray:
-        """Return the ids of pages whose last slot this pass wrote."""
-        full = self.page[self.offset == self.cache.page_tokens - 1]
-        return np.asarray(full.cpu().numpy(), np.int64)
+    def filled_pages(self, lengths: IntArray | None = None) -> IntArray:
+        """Return the ids of pages whose last slot this pass wrote.
+
+        Parameters
+        ----------
+        lengths : IntArray, shape (R,), optional
+            Tokens of each row that stay in the cache, where drafts were rejected: pages past them are not full.
+        """
+        full = self.offset == self.cache.page_tokens - 1
+        if lengths is not None:
+            kept = np.repeat(lengths, [row.stop - row.start for row in self.rows])
+            full &= self.positions < torch.from_numpy(kept).to(self.positions.device)
+        return np.asarray(self.page[full].cpu().numpy(), np.int64)
 
     def record_dense(self, tokens: int) -> None:
         """Account for reading K and V of ``tokens`` tokens in one layer."""

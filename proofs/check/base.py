@@ -84,9 +84,13 @@ class Subject:
 
     @property
     def always_drafts(self) -> bool:
-        """Whether no entropy keeps a step from drafting tokens: none over the vocabulary is above ln n."""
+        """Whether nothing keeps a step from drafting: neither rule nor entropy (over the vocabulary at most ln n)."""
         drafts = self.config.speculation
-        return drafts.draft_tokens > 0 and drafts.draft_below_nats > log(Fraction(self.vocab_size)).hi
+        return (
+            drafts.rule == "fixed"
+            and drafts.draft_tokens > 0
+            and drafts.draft_below_nats > log(Fraction(self.vocab_size)).hi
+        )
 
     def describe(self) -> dict[str, Any]:
         """Return what a certificate says it is about, JSON-able."""
