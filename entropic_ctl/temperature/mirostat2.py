@@ -18,7 +18,7 @@ mu stays in [0, mu_max], the original lets it grow without limit.
 Integral action, hence not certified by default. H_t as a function of mu is mu cut to what the clamps can reach, so its
 slope is 0 or 1 and for 0 < eta < 2 at lag 0 two states fed the same logits come apart by no more than the solver's
 tolerance per step; but the proof book has no theorem on this law, so the verdict is ``unknown`` and a loop that runs it
-must say ``uncertified``. With ln T in place of mu as the state this law would be :mod:`feedback` with linear phi, k = eta.
+must say ``uncertified``. With the state ln T in place of mu the law is :mod:`feedback`, phi linear and k = eta.
 """
 
 from __future__ import annotations
