@@ -7,7 +7,7 @@ For a query q and keys with min_d <= k_d <= max_d in every channel d,
 Quest ranks pages by the upper corner and reads a fixed number of them. Both corners together bound every score of the
 page, so with c tokens its log-mass lies in [ln c + lower, ln c + upper] *(ours)*: a valid interval for
 :func:`entropic_ctl.pruning.select.select`, as wide as the box. The corner is no key of the page: the widths of all
-channels add up. Two rows of channels per page are 1/8 of the keys' bytes at page 16. The score that certifies tightly is
+channels add up. Two rows of channels per page are 1/8 of the keys' bytes at page 16. What certifies tightly is
 :mod:`entropic_ctl.pruning.scores.mass` on 8-bit keys.
 """
 

@@ -2,8 +2,8 @@
 
 Scores are linear in the key, so q.mean is the mean s of the page's scores, and by Jensen's inequality a page of c
 tokens has log-mass at least ln c + s: a **lower bound**, and that is all the mean can promise. The mean of a key that
-holds all the attention and of c - 1 keys that point away is small: the page with the largest mass can rank last. Without
-a bound on the spread the upper end is infinity, and a budget then keeps every page.
+holds all the attention and of c - 1 keys that point away is small: the page with the largest mass can rank last.
+Without a bound on the spread the upper end is infinity, and a budget then keeps every page.
 
 With a radius R >= |k_i - mean| the scores lie within r = |q| R of s, and since their mean is s (Hoeffding's lemma)
 
