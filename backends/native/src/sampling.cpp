@@ -24,16 +24,17 @@ inline int64_t blocks_of(int64_t n) { return (n + kBlock - 1) / kBlock; }
 
 struct Sums {
   double weight = 0, first = 0, second = 0;  // sum of e, e x, e x^2 with x = (z - max) / T, e = exp x
-  int64_t near = 0;                          // logits with x >= the threshold asked for
+  int64_t near = 0;                          // logits with z - max >= the threshold asked for
 };
 
 #ifdef ENTROPIC_AVX512
-// exp on [-104, 0]: relative error below 1.2e-7 (tested); below -103.3 it is 0.
+// exp on [-104, 0]: relative error below 1.3e-7 (tested); below -103.3 it is 0.
 inline __m512 exp16(__m512 x) {
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  __m512 p = _mm512_set1_ps(1.0f / 720);
+  __m512 p = _mm512_set1_ps(1.0f / 5040);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 720));
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 120));
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 24));
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 6));
@@ -54,21 +55,25 @@ inline __m512 load_tail(const float* z, int64_t left) {  // missing lanes: -inf
 }
 #endif
 
-// Sums over `count` <= kBlock logits. `kept`: where to copy those with x >= near_x, or null; the copies are z itself.
-Sums block_sums(const float* z, int64_t count, float top, float r, float near_x, float* kept) {
+// Sums over `count` <= kBlock logits. `kept`: where to copy those with z - top >= lead, or null; the copies are z itself.
+Sums block_sums(const float* z, int64_t count, float top, float r, float lead, float* kept) {
   Sums out;
 #ifdef ENTROPIC_AVX512
   const __m512 vtop = _mm512_set1_ps(top), vr = _mm512_set1_ps(r), cut = _mm512_set1_ps(kCut);
-  const __m512 threshold = _mm512_set1_ps(near_x);
+  const __m512 threshold = _mm512_set1_ps(lead);
   __m512d weight = _mm512_setzero_pd(), first = weight, second = weight;
   for (int64_t start = 0; start < count; start += 256) {
     __m512 s = _mm512_setzero_ps(), a = s, b = s;
     for (int64_t i = start; i < std::min(start + 256, count); i += 16) {
       const __m512 value = load_tail(z + i, count - i);
-      const __m512 raw = _mm512_mul_ps(_mm512_sub_ps(value, vtop), vr);
-      const __mmask16 m = _mm512_cmp_ps_mask(raw, threshold, _CMP_GE_OQ);
-      if (kept) _mm512_mask_compressstoreu_ps(kept + out.near, m, value);
-      out.near += __builtin_popcount(m);
+      const __m512 below = _mm512_sub_ps(value, vtop);
+      const __m512 raw = _mm512_mul_ps(below, vr);
+      const __mmask16 m = _mm512_cmp_ps_mask(below, threshold, _CMP_GE_OQ);
+      const int found = __builtin_popcount(m);
+      if (kept && found)  // compressing straight to memory is slow on some processors
+        _mm512_mask_storeu_ps(kept + out.near, static_cast<__mmask16>((1u << found) - 1),
+                              _mm512_maskz_compress_ps(m, value));
+      out.near += found;
       const __m512 x = _mm512_max_ps(cut, raw);  // NaN stays: max returns its second operand
       const __m512 e = exp16(x), ex = _mm512_mul_ps(e, x);
       s = _mm512_add_ps(s, e);
@@ -87,8 +92,8 @@ Sums block_sums(const float* z, int64_t count, float top, float r, float near_x,
   for (int64_t start = 0; start < count; start += 256) {
     float s[16] = {}, a[16] = {}, b[16] = {};
     for (int64_t i = start; i < std::min(start + 256, count); ++i) {
-      const float raw = (z[i] - top) * r;
-      if (raw >= near_x) {
+      const float below = z[i] - top, raw = below * r;
+      if (below >= lead) {
         if (kept) kept[out.near] = z[i];
         ++out.near;
       }
@@ -252,6 +257,9 @@ void entropic_moments(const float* z, int64_t rows, int64_t n, int64_t stride, c
   const auto scale = [&](int64_t row) {
     return static_cast<float>(1.0 / std::min(std::max(temperature[row], kCold), kHot));
   };
+  const auto lead = [&](double t) {  // finite, so that -inf, of which padding is made, is never near
+    return static_cast<float>(-std::min(reach * t, 1e38));
+  };
   const auto wanted = [&](int64_t row) {
     const double t = temperature[row];
     return t >= 0 && t != last[row * 5] && std::isfinite(top[row]);
@@ -261,7 +269,7 @@ void entropic_moments(const float* z, int64_t rows, int64_t n, int64_t stride, c
     copies[row] = t <= state[3] ? 1 : t <= state[4] ? 2 : 0;  // NaN compares false
   }
   over_blocks(rows, n, threads, wanted, [&](int64_t row, int64_t first, int64_t last_block) {
-    const float r = scale(row), t = static_cast<float>(temperature[row]);
+    const float r = scale(row);
     for (int64_t b = first; b < last_block; ++b) {
       const int64_t start = b * kBlock, size = std::min(kBlock, n - start);
       float* mine = kept + row * n + start;
@@ -271,10 +279,10 @@ void entropic_moments(const float* z, int64_t rows, int64_t n, int64_t stride, c
         into = block_sums(mine, count, top[row], r, -std::numeric_limits<float>::infinity(), nullptr);
       } else if (copies[row] == 2) {
         const double limit = last[row * 5 + 4];
-        into = block_sums(z + row * stride + start, size, top[row], r, static_cast<float>(-reach * limit / t), mine);
+        into = block_sums(z + row * stride + start, size, top[row], r, lead(limit), mine);
         count = static_cast<int32_t>(into.near);
       } else {
-        into = block_sums(z + row * stride + start, size, top[row], r, static_cast<float>(-reach * kAhead), nullptr);
+        into = block_sums(z + row * stride + start, size, top[row], r, lead(kAhead * temperature[row]), nullptr);
       }
     }
   });
