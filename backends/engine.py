@@ -22,7 +22,7 @@ from backends.flops import step_flops
 from backends.jobs import Job, OnText, Output, new_job
 from backends.kv_cache import PagedKVCache
 from backends.models import LoadedModel
-from backends.sampling import SamplingParams, TorchLogitView, process, sample, to_host
+from backends.sampling import SamplingParams, TorchLogitView, kernels, process, sample, to_host
 from entropic_ctl.certificates import Verdict
 from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import BadInputError, NoProgressError
@@ -110,6 +110,7 @@ class Engine:
             device=self.device,
         )
         self.audit = AuditTable()
+        self._sampling = kernels("auto", self.device)
         self.outputs: dict[int, Output] = {}
         self._pruning = config.loop.pruning.config
         self._prunes = config.loop.pruning.name != "off"
@@ -342,7 +343,7 @@ class Engine:
         picked = [jobs[row] for row in rows]
         params = [job.params for job in picked]
         processed = process(logits, params, [job.known for job in picked])
-        tempered = self.loop.temper(TorchLogitView(logits, processed))
+        tempered = self.loop.temper(self._sampling.view(logits, processed))
         alive = tempered.valid & torch.isfinite(processed.amax(dim=-1)).cpu().numpy()
         good = np.flatnonzero(alive)
         tokens = sample(
@@ -351,6 +352,7 @@ class Engine:
             plan.greedy[rows[good]],
             [params[i] for i in good],
             [len(picked[i].output.token_ids) for i in good],
+            self._sampling.choose,
         )
         finished = [
             Finish(picked[i].request.id, FinishReason.EMPTY_SUPPORT, "no token has a finite logit")
