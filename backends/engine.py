@@ -26,7 +26,7 @@ from backends.flops import step_flops
 from backends.jobs import Job, OnText, Output, new_job
 from backends.kv_cache import PagedKVCache
 from backends.models import LoadedModel
-from backends.sampling import SamplingParams, TorchLogitView, process, sample, to_host
+from backends.sampling import SamplingParams, kernels, process, sample, to_host
 from backends.verification import Positions, drafted_plan
 from entropic_ctl.certificates import Verdict
 from entropic_ctl.config import RunConfig
@@ -123,6 +123,7 @@ class Engine:
         )
         self._run = runner(network, limits.kernels)
         self.audit = AuditTable()
+        self._sampling = kernels(limits.kernels, self.device)
         self.outputs: dict[int, Output] = {}
         self._pruning = config.loop.pruning.config
         self._prunes = config.loop.pruning.name != "off"
@@ -376,7 +377,7 @@ class Engine:
         shown = [picked[i] for i in at.owner.tolist()]
         params, ahead = [job.params for job in shown], at.ahead.tolist()
         processed = process(logits, params, [job.seen(j) for job, j in zip(shown, ahead, strict=True)])
-        tempered = self.loop.temper(TorchLogitView(logits, processed), at.count if self._drafter else None)
+        tempered = self.loop.temper(self._sampling.view(logits, processed), at.count if self._drafter else None)
         alive = tempered.valid & torch.isfinite(processed.amax(dim=-1)).cpu().numpy()
         good = np.flatnonzero(alive)
         drawn = np.full(alive.shape[0], -1, np.int64)
@@ -386,6 +387,7 @@ class Engine:
             plan.greedy[rows[at.owner[good]]],
             [params[i] for i in good],
             [len(shown[i].output.token_ids) + ahead[i] for i in good],
+            self._sampling.choose,
         )
         finished: list[Finish] = []
         used: list[int] = []  # positions that became tokens

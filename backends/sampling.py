@@ -4,27 +4,38 @@ Order inside a step: raw logits -> model entropy -> penalties and masks -> tempe
 divide by T -> top-k, top-p, min-p -> draw. Greedy is a mode of its own (argmax after penalties and masks); no
 temperature enters it.
 
-The draw depends on nothing but the row: its uniform number is Philox(key = seed, counter = index of the new token), so
-batch composition, order, prefill chunks and preemption cannot change a sampled text.
+The draw is Gumbel-max with noise that is a pure function of (request seed, index of the new token, token id): see
+:mod:`backends.gumbel`, the specification for every kernel. So batch composition, order, prefill chunks, preemption and
+drafts cannot change a sampled text, and CPU and GPU draw the same token up to ties within rounding.
+
+Three kernels share one signature each: moments of a step (:class:`TorchLogitView`, the reference, and the C++
+:class:`backends.native.sampling.NativeLogitView`) and the draw (:func:`backends.gumbel.choose`, the reference, and
+:func:`backends.native.sampling.choose`). :func:`kernels` picks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from backends import gumbel
+from backends.native import reason_unavailable
+from backends.native import sampling as native
 from entropic_ctl import fields
 from entropic_ctl.entropy import moments, shifted
 from entropic_ctl.errors import BadInputError
-from entropic_ctl.signals import FloatArray
+from entropic_ctl.signals import FloatArray, LogitView
 
-__all__ = ["SamplingParams", "TorchLogitView", "process", "sample", "to_host", "uniform"]
+__all__ = ["Kernels", "SamplingParams", "TorchLogitView", "kernels", "process", "sample", "to_host"]
+
+Choose = Callable[[Tensor, Tensor, Sequence[int], Sequence[int]], Tensor]
+"""``choose(logits, temperature, seed, index)``: one token per row, int64 (M,); see :func:`backends.gumbel.choose`."""
 
 
 @dataclass(frozen=True)
@@ -153,10 +164,45 @@ def to_host(values: Tensor) -> FloatArray:
     return values.to(device="cpu", dtype=torch.float64).numpy()
 
 
-def uniform(seed: int, index: int) -> float:
-    """Return the uniform number in [0, 1) of a request's ``index``-th new token: a pure function of its arguments."""
-    word = int(np.random.Philox(key=seed, counter=[index, 0, 0, 0]).random_raw())
-    return (word >> 11) * 2.0**-53
+class Kernels(NamedTuple):
+    """How a step is looked at and drawn from.
+
+    Parameters
+    ----------
+    view : callable(raw, processed=None)
+        Makes the ``LogitView`` of a step.
+    choose : callable(logits, temperature, seed, index)
+        Draws.
+    """
+
+    view: Callable[..., LogitView]
+    choose: Choose
+
+
+def kernels(name: str = "auto", device: torch.device | str = "cpu") -> Kernels:
+    """Return the kernels of that name.
+
+    Parameters
+    ----------
+    name : str
+        ``torch`` (the reference, any device), ``native`` (C++, CPU), or ``auto``: native on a CPU that can build it.
+    device : torch.device
+        Where the logits are.
+
+    Raises
+    ------
+    BadInputError
+        If the name is unknown, or the C++ kernels are asked for where there are none.
+    """
+    on_cpu = torch.device(device).type == "cpu"
+    why = (reason_unavailable() if on_cpu else f"the logits are on {device}") if name in ("auto", "native") else None
+    if name not in ("auto", "native", "torch"):
+        raise BadInputError("no such kernels", field="kernels", value=name, allowed="auto, native, torch")
+    if name == "native" and why is not None:
+        raise BadInputError(why, field="kernels", value=name, allowed="torch")
+    if name == "torch" or why is not None:
+        return Kernels(TorchLogitView, gumbel.choose)
+    return Kernels(native.NativeLogitView, native.choose)
 
 
 def sample(
@@ -165,8 +211,9 @@ def sample(
     greedy: np.ndarray[Any, Any],
     params: Sequence[SamplingParams],
     index: Sequence[int],
+    choose: Choose = gumbel.choose,
 ) -> np.ndarray[Any, Any]:
-    """Draw one token per row by inverting the cumulative distribution, in float64, each row on its own.
+    """Draw one token per row by Gumbel-max, each row on its own.
 
     Parameters
     ----------
@@ -178,43 +225,52 @@ def sample(
     params : sequence of SamplingParams, length M
     index : sequence of int, length M
         How many tokens the request has generated before this one.
+    choose : callable
+        The kernel that draws.
 
     Returns
     -------
     int64, shape (M,)
     """
     tokens = np.empty(logits.shape[0], np.int64)
-    best = torch.argmax(logits, dim=-1).cpu().numpy()
-    for row, p in enumerate(params):
-        t = float(temperature[row])
-        if greedy[row] or t == 0.0:
-            tokens[row] = best[row]
-            continue
-        z = logits[row].double()
-        weights = torch.exp((z - z[best[row]]) / t)  # the largest is exactly 1; nothing overflows
-        if p.truncates:
-            weights = _truncate(weights, p)
-        tokens[row] = _invert(weights, uniform(p.seed, index[row]))
+    sure = np.asarray(greedy, np.bool_) | (np.asarray(temperature) == 0.0)
+    if sure.any():
+        rows = np.flatnonzero(sure)
+        chosen = logits if rows.size == sure.size else logits[torch.as_tensor(rows, device=logits.device)]
+        tokens[rows] = torch.argmax(chosen, dim=-1).cpu().numpy()
+    rows = np.flatnonzero(~sure)
+    if rows.size == 0:
+        return tokens
+    chosen = logits if rows.size == sure.size else logits[torch.as_tensor(rows, device=logits.device)]
+    if any(params[row].truncates for row in rows):
+        chosen = _truncate(chosen, temperature[rows], [params[row] for row in rows])
+    t = torch.as_tensor(np.asarray(temperature)[rows], dtype=torch.float64, device=logits.device)
+    drawn = choose(chosen, t, [params[row].seed for row in rows], [index[row] for row in rows])
+    tokens[rows] = drawn.cpu().numpy()
     return tokens
 
 
-def _truncate(weights: Tensor, p: SamplingParams) -> Tensor:
-    """Set to 0 the weights (maximum 1) that top-k, then top-p, then min-p drop."""
+def _truncate(logits: Tensor, temperature: FloatArray, params: Sequence[SamplingParams]) -> Tensor:
+    """Return the logits with those that top-k, then top-p, then min-p drop at ``-inf``."""
+    out = logits.clone()
+    for row, (t, p) in enumerate(zip(temperature.tolist(), params, strict=True)):
+        if p.truncates:
+            z = logits[row].double()
+            weights = torch.exp((z - z.max()) / t)  # the largest is exactly 1; nothing overflows
+            out[row].masked_fill_(~_kept(weights, p), -math.inf)
+    return out
+
+
+def _kept(weights: Tensor, p: SamplingParams) -> Tensor:
+    """Return which weights (maximum 1) top-k, then top-p, then min-p keep, bool (n,)."""
+    kept = weights >= p.min_p
     if p.top_k > 0 or p.top_p < 1.0:
         ordered, order = torch.sort(weights, descending=True, stable=True)
         if p.top_k > 0:
             ordered = ordered[: p.top_k]
         cumulative = torch.cumsum(ordered, 0)
         count = int((cumulative - ordered < p.top_p * cumulative[-1]).sum())
-        kept = torch.zeros_like(weights)
-        kept[order[:count]] = ordered[:count]
-        weights = kept
-    return torch.where(weights >= p.min_p, weights, 0.0)
-
-
-def _invert(weights: Tensor, u: float) -> int:
-    """Return the token at which the cumulative weight first exceeds ``u`` times the total."""
-    cumulative = torch.cumsum(weights, 0)
-    total = float(cumulative[-1])
-    target = min(u * total, math.nextafter(total, 0.0))
-    return int(torch.searchsorted(cumulative, target, right=True))
+        among = torch.zeros_like(kept)
+        among[order[:count]] = True
+        kept = kept & among
+    return kept

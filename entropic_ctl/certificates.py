@@ -96,8 +96,8 @@ def require(
 ) -> None:
     """Raise :class:`UncertifiedError` unless ``verdict`` proves this micro law, or the law needs no proof.
 
-    A law without integral action (``fixed``, ``solve``, ``damped``) acts on the current distribution only and cannot
-    oscillate across steps; it needs no gain certificate.
+    A law without integral action (all but ``feedback`` and ``mirostat2``) acts on the current distribution only and
+    cannot oscillate across steps; it needs no gain certificate.
 
     Parameters
     ----------

@@ -29,6 +29,9 @@ from entropic_ctl.signals import Array
 
 __all__ = ["ArrayLogitView", "entropy_varentropy", "moments", "shifted"]
 
+_HOT = 1.0e30
+"""Temperatures above it, infinity included, count as this one: every finite logit then has the same weight."""
+
 _CUT = 1.0e4
 """Exponents below -_CUT are raised to it: exp is exactly 0 in float32 and float64, and 0 * x stays 0 (not NaN)."""
 
@@ -79,7 +82,8 @@ def moments(shift: Array, temperature: Array | float | None = None) -> tuple[Arr
     temperature : float or array broadcastable to shape (...), optional
         T >= 0; None is 1. The shift happens before the division and exponents are cut at -1e4, so no T, however
         small, overflows. T below the smallest normal number of the compute dtype (0 included) is the greedy limit:
-        H = ln(number of tied maxima), V = 0. A negative or NaN temperature gives NaN.
+        H = ln(number of tied maxima), V = 0. T = infinity: H = ln(number of finite logits), V = 0. A negative or NaN
+        temperature gives NaN.
 
     Returns
     -------
@@ -93,7 +97,7 @@ def moments(shift: Array, temperature: Array | float | None = None) -> tuple[Arr
         else:
             floor = float(xp.finfo(shift.dtype).smallest_normal)
             T = xp.asarray(temperature, dtype=shift.dtype, device=device_of(shift))
-            T = xp.where(T >= 0.0, xp.clip(T, floor, None), xp.nan * T)
+            T = xp.where(T >= 0.0, xp.clip(T, floor, _HOT), xp.nan * T)
             T = xp.broadcast_to(T, shift.shape[:-1])[..., None]
             x = xp.maximum(shift, -_CUT * T) / T
         e = xp.exp(x)

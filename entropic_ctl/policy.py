@@ -44,7 +44,7 @@ class Policy:
     Attributes
     ----------
     u : FloatArray, shape (slots,)
-        ln T of each request.
+        The micro law's state of each request: ln T (``mirostat2``: mu, nats).
     theta : FloatArray, shape (slots,)
         Information-loss budget of each request, nats.
     active : bool array, shape (slots,)

@@ -176,7 +176,10 @@ class LogitView(Protocol):
         ...
 
     def at(self, temperature: Array) -> tuple[Array, Array]:
-        """Tempered entropy (nats) and varentropy (nats squared), each (M,), of processed logits / ``temperature``."""
+        """Tempered entropy (nats) and varentropy (nats squared), each (M,), of processed logits / ``temperature``.
+
+        At T = infinity: the logarithm of the number of tokens with non-zero probability, and 0.
+        """
         ...
 
 

@@ -34,9 +34,12 @@ __all__ = ["STATIC", "Loop", "Study", "places", "static", "study"]
 STATIC = {
     "fixed": "the temperature never moves: the tempered entropy is that of the text (S = 1)",
     "solve": "deadbeat within the token: the entropy is H* wherever the clamps reach it (S = 0), else at a clamp",
+    "edt": "static, within the token: T follows the model entropy, with no target",
+    "dynatemp": "static, within the token: T follows the entropy at temperature 1, with no target",
+    "mirostat2": "a past error is fed back through mu; no margins are computed for it",
     "damped": "static, within the token: the deviation from H* is multiplied by about 1 - f, its variance by (1 - f)^2",
 }
-"""What a law without integral action has instead of margins."""
+"""What a law other than ``feedback`` has instead of margins."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class Study:
 
 
 def static(config: RunConfig) -> dict[str, Any] | None:
-    """Return what a law without integral action has instead of margins; None for one with it.
+    """Return what a law other than ``feedback`` has instead of margins; None for ``feedback``.
 
     Parameters
     ----------

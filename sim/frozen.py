@@ -72,12 +72,12 @@ def still(logits: npt.ArrayLike, count: npt.ArrayLike) -> Views:
 
 def recorded(bank: Bank, tokens: IntArray) -> Views:
     """Return the views of recorded tokens: token t shows bank row ``tokens[t]``, the last one for ever after."""
-    grid = np.log(bank.grid)
+    grid, size = np.log(bank.grid), int(bank.meta.get("vocab_size", 0))
 
     def views(t: int, rows: int) -> BankView:
         row = int(tokens[min(t, tokens.shape[0] - 1)])
         model = np.full(rows, float(bank.model_entropy[row]))
-        return BankView(model, bank.entropy_grid, bank.varentropy_grid, grid, np.full(rows, row))
+        return BankView(model, bank.entropy_grid, bank.varentropy_grid, grid, np.full(rows, row), None, size)
 
     return views
 

@@ -149,9 +149,11 @@ class BankView:
         Which token each row shows.
     shift : FloatArray, shape (M,), or None
         Added to both entropies (response to pruning).
+    vocab_size : int
+        Tokens a distribution is over, what T = infinity asks for; 0 if nobody knows.
     """
 
-    __slots__ = ("_H", "_V", "_at", "_grid", "_model", "_shift")
+    __slots__ = ("_H", "_V", "_at", "_grid", "_model", "_shift", "_vocab_size")
 
     def __init__(
         self,
@@ -161,7 +163,9 @@ class BankView:
         log_grid: FloatArray,
         at: IntArray,
         shift: FloatArray | None = None,
+        vocab_size: int = 0,
     ) -> None:
+        self._vocab_size = vocab_size
         self._H, self._V, self._grid, self._at, self._shift = entropy, varentropy, log_grid, at, shift
         self._model = model_entropy if shift is None else np.maximum(model_entropy + shift, 0.0)
 
@@ -171,7 +175,7 @@ class BankView:
         return self._model
 
     def at(self, temperature: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Return tempered entropy and varentropy, each (M,), at ``temperature``, shape (M,).
+        """Return tempered entropy and varentropy, each (M,), at ``temperature``, shape (M,): on the grid, or infinite.
 
         Raises
         ------
@@ -179,6 +183,8 @@ class BankView:
             If a temperature lies outside the recorded grid.
         """
         grid = self._grid
+        if self._vocab_size and temperature.shape[0] and temperature[0] == np.inf and (temperature == np.inf).all():
+            return np.full(temperature.shape[0], np.log(self._vocab_size)), np.zeros(temperature.shape[0])
         entropy, varentropy, inside = _hermite(self._H, self._V, grid, self._at, log(temperature))
         if not inside:
             raise BadInputError(
@@ -273,6 +279,7 @@ class Trajectories:
         self.bank, self.response = bank, Response(bank)
         self._log_grid = np.log(bank.grid)
         self._table, temperatures = _index(bank)
+        self._vocab_size = int(bank.meta.get("vocab_size", 0))
         self._log_recorded = np.log(temperatures)
         self._start, self._length = bank.offset[:-1], np.diff(bank.offset)
         self._may_end = bank.ended & ends  # a recording whose end ends a request
@@ -348,7 +355,7 @@ class Trajectories:
         """Return the distributions at the token rows ``at`` (from :meth:`select`), shifted by pruning."""
         bank = self.bank
         model = bank.model_entropy[at].astype(np.float64)
-        return BankView(model, bank.entropy_grid, bank.varentropy_grid, self._log_grid, at, shift)
+        return BankView(model, bank.entropy_grid, bank.varentropy_grid, self._log_grid, at, shift, self._vocab_size)
 
     def advance(self, ids: IntArray, temperature: FloatArray) -> None:
         """Record that each request accepted one token, sampled at ``temperature`` (0 for greedy), shape (M,)."""

@@ -40,6 +40,9 @@ BASES: dict[str, config.RunConfig] = {
     "solve": config.from_mapping({"loop": {"temperature": {"law": "solve"}, "pruning": {"law": "budget"}}}),
     "fixed": make(law="fixed"),
     "damped": make(law="damped"),
+    "edt": make(law="edt"),
+    "dynatemp": make(law="dynatemp"),
+    "mirostat2": make(law="mirostat2"),
     "drafts": make(0.02, drafts=2),
     "coupled": config.from_mapping(
         {"loop": {"temperature": {"law": "feedback"}, "pruning": {"law": "budget", "widen_after": 1}}}
@@ -67,6 +70,9 @@ STATUSES = {
     "solve": ("stateless", "proved"),
     "fixed": ("stateless", "proved"),
     "damped": ("stateless", "proved"),
+    "edt": ("stateless", "proved"),
+    "dynatemp": ("stateless", "proved"),
+    "mirostat2": ("gain-lag-0", "unknown"),
     "drafts": ("gain-drafts", "proved"),
     "coupled": ("gain-lag-0", "proved"),
     "every law": ("gain-lag-1", "proved"),

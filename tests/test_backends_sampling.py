@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.sampling import SamplingParams, TorchLogitView, process, sample, uniform
+from backends import gumbel
+from backends.sampling import SamplingParams, TorchLogitView, kernels, process, sample
 from entropic_ctl.entropy import entropy_varentropy
 from entropic_ctl.errors import BadInputError
 
@@ -65,14 +66,6 @@ def test_e9_tokens_do_not_depend_on_batch_or_order(order: list[int], size: int) 
     assert together.tolist() == alone
 
 
-def test_uniform_is_a_pure_function_with_uniform_values() -> None:
-    values = np.array([uniform(5, i) for i in range(4000)])
-    assert uniform(5, 17) == values[17]
-    assert ((values >= 0) & (values < 1)).all()
-    assert abs(values.mean() - 0.5) < 4 * math.sqrt(1 / 12 / 4000)
-    assert not np.array_equal(values[:50], [uniform(6, i) for i in range(50)])
-
-
 def test_sampled_frequencies_match_the_softmax() -> None:
     logits, t, n = [1.0, 0.0, -1.0, -math.inf], 0.7, 4000
     p = np.exp(np.array(logits) / t)
@@ -80,6 +73,31 @@ def test_sampled_frequencies_match_the_softmax() -> None:
     counts = np.bincount(draw(logits, t, n), minlength=4)
     assert counts[3] == 0
     assert ((counts[:3] - n * p[:3]) ** 2 / (n * p[:3])).sum() < 13.8
+
+
+def test_kernels_are_named_and_never_swapped_silently() -> None:
+    assert kernels("torch").view is TorchLogitView
+    assert kernels("auto", "meta") == kernels("torch")
+    for name, device in (("native", "meta"), ("cuda", "cpu")):
+        with pytest.raises(BadInputError, match="kernels"):
+            kernels(name, device)
+
+
+def test_truncation_and_temperature_zero_go_to_the_kernel_as_documented() -> None:
+    z = torch.tensor([[0.0, 1.0, 3.0, 2.0]] * 4)
+    seen: list[torch.Tensor] = []
+
+    def choose(logits: torch.Tensor, t: torch.Tensor, seed: object, index: object) -> torch.Tensor:
+        seen.extend([logits, t, torch.tensor(seed), torch.tensor(index)])
+        return gumbel.choose(logits, t, seed, index)  # type: ignore[arg-type]
+
+    params = [SamplingParams(seed=s, top_k=k) for s, k in ((5, 0), (6, 2), (7, 0), (8, 1))]
+    tokens = sample(
+        z, np.array([0.0, 0.7, 0.5, 0.9]), np.array([False, False, True, False]), params, [1, 2, 3, 4], choose
+    )
+    assert tokens[[0, 2, 3]].tolist() == [2, 2, 2]
+    assert seen[0].tolist() == [[-math.inf, -math.inf, 3.0, 2.0], [-math.inf, -math.inf, 3.0, -math.inf]]
+    assert (seen[1].tolist(), seen[2].tolist(), seen[3].tolist()) == ([0.7, 0.9], [6, 8], [2, 4])
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_wrong_sign_and_no_feedback_are_refuted(k: float, lag: int, drafts: int)
     assert ("apart" in found.reason) == (k < 0)
 
 
-@pytest.mark.parametrize("law", ["fixed", "solve", "damped"])
+@pytest.mark.parametrize("law", ["fixed", "solve", "damped", "edt", "dynatemp"])
 def test_laws_without_integral_action_have_nothing_to_certify(law: str) -> None:
     found = judge(make(law=law))
     assert (found.status, found.theorem) == ("proved", "stateless")

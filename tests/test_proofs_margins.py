@@ -448,8 +448,10 @@ def test_what_a_study_leaves_out_is_said() -> None:
     assert tiny.loops[0].margins.stable
 
 
-@pytest.mark.parametrize(("law", "share"), [("fixed", 1.0), ("solve", 0.0), ("damped", 0.5)])
-def test_laws_without_integral_action_say_what_they_have(law: str, share: float) -> None:
+@pytest.mark.parametrize(
+    ("law", "share"), [("fixed", 1.0), ("solve", 0.0), ("damped", 0.5), ("edt", None), ("mirostat2", None)]
+)
+def test_other_laws_say_what_they_have_instead(law: str, share: float | None) -> None:
     found = margins_report.static(configs.from_mapping({"loop": {"temperature": {"law": law}}}))
     assert found is not None
     assert found["sensitivity"] == share

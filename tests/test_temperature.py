@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from entropic_ctl import registry
 from entropic_ctl.entropy import ArrayLogitView, entropy_varentropy
 from entropic_ctl.errors import BadInputError
-from entropic_ctl.temperature import damped, feedback, fixed, solve
+from entropic_ctl.temperature import damped, dynatemp, edt, feedback, fixed, mirostat2, solve
 
 torch = pytest.importorskip("torch")
 
@@ -43,14 +43,15 @@ def drive(law: feedback.Feedback, u: float, entropies: list[float]) -> list[floa
 
 
 def test_laws_on_offer() -> None:
-    assert {"fixed", "feedback", "solve", "damped"} <= set(registry.names("entropic_ctl.temperature"))
+    on_offer = registry.names("entropic_ctl.temperature")
     actions = {
         name: registry.load("entropic_ctl.temperature", name)
         .build(registry.load("entropic_ctl.temperature", name).Config())
         .integral_action
-        for name in ("fixed", "feedback", "solve", "damped")
+        for name in on_offer
     }
-    assert actions == {"fixed": False, "feedback": True, "solve": False, "damped": False}
+    stateless = dict.fromkeys(("fixed", "solve", "damped", "edt", "dynatemp"), False)
+    assert actions == {**stateless, "feedback": True, "mirostat2": True}
 
 
 def test_e5_no_wind_up() -> None:
@@ -242,6 +243,9 @@ LAWS: list[tuple[Any, Callable[[], Any]]] = [
     (feedback, lambda: feedback.Config(0.7, target_nats=2.0, phi="tanh")),
     (solve, lambda: solve.Config(0.7, 0.05, 5.0, target_nats=2.0)),
     (damped, lambda: damped.Config(0.7, 0.05, 5.0, target_nats=2.0)),
+    (edt, lambda: edt.Config(0.7, 0.05, 5.0, theta_nats=3.0)),
+    (dynatemp, lambda: dynatemp.Config(0.7, 0.05, 5.0, exponent=1.5)),
+    (mirostat2, lambda: mirostat2.Config(0.7, 0.05, 5.0, target_nats=2.0, learning_rate=0.5)),
 ]
 
 
@@ -265,7 +269,7 @@ def test_numpy_and_torch_agree(module: Any, config: Callable[[], Any]) -> None:
             assert v.dtype == torch.float64
 
 
-@pytest.mark.parametrize("module", [fixed, feedback, solve, damped])
+@pytest.mark.parametrize("module", [module for module, _ in LAWS])
 def test_greedy_configurations_start_at_a_number(module: Any) -> None:
     law = module.build(module.Config(temperature=0.0))
     assert math.isfinite(law.start())

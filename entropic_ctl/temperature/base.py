@@ -1,14 +1,15 @@
 """The micro law's interface: how random the next token is.
 
-State is one number per request, u = ln T. A law has three pure, element-wise operations that run unchanged on NumPy
-and torch arrays (array API):
+State is one number per request, u = ln T (for ``mirostat2`` its mu, nats). A law has three pure, element-wise
+operations that run unchanged on NumPy and torch arrays (array API):
 
 - ``start()``: the u of a new request;
 - ``temper(u, view)``: the temperature for *this* step, with the tempered entropy and varentropy at it;
 - ``update(u, tempered_entropy)``: the u of the next step, called once per accepted token.
 
-``feedback`` uses the entropy it has already seen (integral action on the previous error, so it needs a stability
-certificate); ``solve`` and ``damped`` act on the current distribution and carry no state.
+``feedback`` and ``mirostat2`` use the entropy they have already seen (integral action on the previous error, so they
+need a stability certificate); ``solve``, ``damped``, ``edt`` and ``dynatemp`` act on the current distribution and carry
+no state.
 """
 
 from __future__ import annotations

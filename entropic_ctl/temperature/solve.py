@@ -38,7 +38,7 @@ class Config(TemperatureConfig):
     max_iterations: int = fields.integer(64, 1, 1000, "bound on evaluations of the distribution per step")
 
 
-def solve_u(u: Array, view: LogitView, config: Config) -> tuple[Array, Array, Array]:
+def solve_u(u: Array, view: LogitView, config: Config, *, target: Array | None = None) -> tuple[Array, Array, Array]:
     """Return (u, H, V) with H(u) = H* within the tolerance, or u at the nearer clamp.
 
     Parameters
@@ -49,6 +49,8 @@ def solve_u(u: Array, view: LogitView, config: Config) -> tuple[Array, Array, Ar
         The step's own distributions.
     config : Config
         Target, clamps, tolerance and iteration bound.
+    target : array, shape (M,), optional
+        A target for each row, nats, instead of that of ``config``.
 
     Returns
     -------
@@ -57,7 +59,8 @@ def solve_u(u: Array, view: LogitView, config: Config) -> tuple[Array, Array, Ar
     """
     xp = namespace(u)
     u_min, u_max = math.log(config.t_min), math.log(config.t_max)
-    goal = max(config.target_nats, 1e-30)
+    wanted = config.target_nats if target is None else target
+    goal = max(config.target_nats, 1e-30) if target is None else clip(target, 1e-30, math.inf)
     low, high = xp.full_like(u, u_min), xp.full_like(u, u_max)
     low_seen, high_seen = xp.zeros_like(u, dtype=xp.bool), xp.zeros_like(u, dtype=xp.bool)
     previous = xp.full_like(u, xp.inf)
@@ -65,7 +68,7 @@ def solve_u(u: Array, view: LogitView, config: Config) -> tuple[Array, Array, Ar
     for evaluated in range(1, config.max_iterations + 1):
         H, V = view.at(clamped_temperature(u, config))
         H, V = xp.astype(H, u.dtype, copy=False), xp.astype(V, u.dtype, copy=False)
-        error = H - config.target_nats
+        error = H - wanted
         size = xp.abs(error)
         below, above = error < 0, error > 0
         low, low_seen = xp.where(below, u, low), low_seen | below

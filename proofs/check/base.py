@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from entropic_ctl import fields
+from entropic_ctl import fields, registry
 from entropic_ctl.config import RunConfig, resolve
 from entropic_ctl.errors import BadInputError
 from proofs.enclosures import Interval, log
@@ -81,6 +81,12 @@ class Subject:
     def law(self) -> Any:
         """Parameters of the temperature law."""
         return self.config.loop.temperature.config
+
+    @property
+    def integral_action(self) -> bool:
+        """Whether the temperature law feeds back a past error."""
+        law = self.config.loop.temperature
+        return bool(registry.load("entropic_ctl.temperature", law.name).build(law.config).integral_action)
 
     @property
     def always_drafts(self) -> bool:

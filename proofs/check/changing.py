@@ -78,6 +78,9 @@ def claims(subject: Subject, hints: Hints) -> list[Claim]:
     bounds = bounds_of(subject, hints) if name == "feedback" else None
     last = variance.claim(subject, bounds)
     if name != "feedback" or law.t_min == law.t_max:
+        if name != "feedback" and subject.integral_action:
+            what = f"no theorem covers the law {name!r}"
+            return [Claim("bounded", "unknown", what), Claim("incremental", "unknown", what), last]
         what = f"the law {name!r} carries no state" if name != "feedback" else "both clamps are equal: u never moves"
         return [Claim("bounded", "not applicable", what), Claim("incremental", "not applicable", what), last]
     if law.phi not in SHAPES:

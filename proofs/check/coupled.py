@@ -78,6 +78,8 @@ def _quadratic(subject: Subject, c: Coupling | None, gains: Claim, hints: Hints)
     """Decide `coupled`; a hint that does not verify is refused."""
     law, dwell = subject.config.loop.temperature, subject.config.loop.pruning.config.widen_after
     theorem = "coupled"
+    if law.name != "feedback" and subject.integral_action:
+        return Claim(theorem, "unknown", f"no theorem covers the law {law.name!r}")
     if law.name != "feedback" or subject.law.temperature == 0.0 or subject.law.t_min == subject.law.t_max:
         return Claim(theorem, "not applicable", "u keeps no state: see small-gain")
     if dwell > 1:

@@ -17,7 +17,6 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from entropic_ctl import registry
 from proofs.check.base import Claim, Hints, Subject, decimal, refuse, rounded
 from proofs.enclosures import Interval, exp, log
 
@@ -227,7 +226,7 @@ def decide(subject: Subject, bounds: Bounds | None) -> Claim:
     """
     config, n = subject.config, subject.vocab_size
     law, lag, drafts = config.loop.temperature, config.engine.observation_lag, config.speculation.draft_tokens
-    if not registry.load("entropic_ctl.temperature", law.name).build(law.config).integral_action:
+    if not subject.integral_action:
         return Claim("stateless", "proved", f"{law.name!r} feeds back no past error, so there is nothing to certify")
     theorem, parameters = "gain-drafts" if drafts else f"gain-lag-{lag}", law.config
     if law.name != "feedback":

@@ -199,7 +199,9 @@ def small_gain(subject: Subject, c: Coupling | None) -> Claim:
 def switching_theta(subject: Subject, c: Coupling | None) -> Claim:
     """Bound what a budget that moves in any way within its band does to u and to the tempered entropy."""
     theorem = "switching-theta"
-    if (name := _moves(subject)) != "feedback":
+    if (name := _moves(subject)) not in ("feedback", "fixed") and subject.integral_action:
+        return Claim(theorem, "unknown", f"no theorem covers the law {name!r}")
+    if name != "feedback":
         return Claim(theorem, "not applicable", f"the temperature law ({name}) keeps no state that theta could disturb")
     if (why := uncovered(subject)) is not None or c is None:
         return Claim(theorem, "unknown", why or "no bound on the varentropy was given")

@@ -151,6 +151,8 @@ def claim(subject: Subject, bounds: Bounds | None) -> Claim:
     name, law, lag = subject.config.loop.temperature.name, subject.law, subject.config.engine.observation_lag
     if name in ("solve", "damped"):
         return _same_step(subject)
+    if name not in ("feedback", "fixed") and law.t_min < law.t_max:
+        return Claim("variance", "unknown", f"no theorem covers the law {name!r}")
     if name != "feedback" or law.t_min == law.t_max:
         return Claim("variance", "not applicable", "the temperature never moves")
     if law.gain <= 0:

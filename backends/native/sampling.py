@@ -1,0 +1,152 @@
+"""Moments and draws over the vocabulary in C++: same signatures as the torch reference, few passes over the logits.
+
+Passes over a row of n logits: one for the maximum of each block of 1,024; one per temperature asked for (entropy and
+varentropy together); one for the draw, in which blocks that cannot win are not read. A row that asks for the same
+temperature again is not read at all, and once the temperature is low enough that half of the logits are without effect,
+a copy of the others is read instead:
+
+    |dH|, |dV| <= n e^-C (C + ln n + 2)^2   if tokens with (z - max z) / T < -C are left out,
+
+since each weighs at most e^-C against at least 1, and x e^x and x^2 e^x fall in |x| there. C is the smallest with this
+bound at most 1e-7 (35.9 at n = 151,936, 34.6 at 49,152). It helps cold rows only: at T = 1 real logits lie within C of
+their maximum, and their tail matters (T = 1, 49,152 tokens 20 below the maximum: 0.002 nats).
+
+Accuracy against float64: entropy within 1e-5 nats, varentropy within 1e-4 of itself plus 1e-5 (tested).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from backends.native.build import library
+from entropic_ctl.errors import BadInputError
+from entropic_ctl.signals import FloatArray
+
+__all__ = ["NativeLogitView", "choose", "reach"]
+
+_BLOCK = 1024  # kBlock of sampling.cpp
+
+
+@functools.cache
+def reach(n: int, tolerance: float = 1e-7) -> float:
+    """Return C: leaving out tokens with (z - max z) / T < -C moves H and V by at most ``tolerance``; see the module."""
+    c = 1.0
+    for _ in range(50):
+        c = math.log(n / tolerance) + 2 * math.log(c + math.log(n) + 2)
+    return c
+
+
+def _rows(logits: Tensor) -> Tensor:
+    if logits.device.type != "cpu" or logits.ndim != 2 or logits.shape[1] < 1:
+        raise BadInputError(
+            "not rows of logits on the CPU",
+            field="logits",
+            value=(str(logits.device), tuple(logits.shape)),
+            allowed="a CPU tensor of shape (M, n), n >= 1",
+        )
+    z = logits.detach().float()
+    return z if z.stride(1) == 1 else z.contiguous()
+
+
+def _pointer(array: Any) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.data_ptr() if isinstance(array, Tensor) else array.ctypes.data)
+
+
+def _sizes(z: Tensor) -> tuple[ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]:
+    return ctypes.c_int64(z.shape[0]), ctypes.c_int64(z.shape[1]), ctypes.c_int64(z.stride(0))
+
+
+def _threads() -> ctypes.c_int:
+    return ctypes.c_int(torch.get_num_threads())
+
+
+def _maxima(z: Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Return the maxima of blocks (M, blocks) and rows (M,), float32; a NaN is not seen here."""
+    blocks = np.empty((z.shape[0], -(-z.shape[1] // _BLOCK)), np.float32)
+    top = np.empty(z.shape[0], np.float32)
+    library().entropic_row_maxima(_pointer(z), *_sizes(z), _pointer(blocks), _pointer(top), _threads())
+    return blocks, top
+
+
+class _Moments:
+    """Entropies of rows of logits at any temperature, with what the kernel remembers between calls."""
+
+    def __init__(self, z: Tensor) -> None:
+        rows, n = z.shape
+        self._z = z
+        self._top = _maxima(z)[1]
+        self._state = np.full((rows, 5), np.nan)
+        self._copies = torch.empty((rows, n), dtype=torch.float32)  # touched only where a row is cold
+        self._counts = np.empty((rows, -(-n // _BLOCK)), np.int32)
+        self._reach = ctypes.c_double(reach(n))
+
+    def at(self, temperature: FloatArray) -> tuple[FloatArray, FloatArray]:
+        rows = self._z.shape[0]
+        t = np.ascontiguousarray(np.broadcast_to(np.asarray(temperature, np.float64), (rows,)))
+        entropy, varentropy = np.empty(rows), np.empty(rows)
+        library().entropic_moments(
+            _pointer(self._z), *_sizes(self._z), _pointer(self._top), _pointer(t), _pointer(self._state),
+            _pointer(self._copies), _pointer(self._counts), self._reach, _pointer(entropy), _pointer(varentropy),
+            _threads(),
+        )  # fmt: skip
+        return entropy, varentropy
+
+
+class NativeLogitView:
+    """This step's distributions as the temperature law sees them, in C++ on the CPU; results are NumPy float64.
+
+    A row's results depend on its logits and on the temperatures it was asked for, not on batch or threads.
+
+    Parameters
+    ----------
+    raw : Tensor, any float dtype, shape (M, n)
+        The model's logits, on the CPU: model entropy is taken from these.
+    processed : Tensor, shape (M, n), optional
+        The logits after penalties and masks: the tempered entropy is taken from these.
+
+    Raises
+    ------
+    BadInputError
+        If the logits are not rows on the CPU.
+    NativeUnavailableError
+        If the kernels cannot be built.
+    """
+
+    def __init__(self, raw: Tensor, processed: Tensor | None = None) -> None:
+        own = _Moments(_rows(raw))
+        self._processed = own if processed is None or processed is raw else _Moments(_rows(processed))
+        self._model_entropy = own.at(np.ones(raw.shape[0]))[0]
+
+    @property
+    def model_entropy(self) -> FloatArray:
+        """Entropy of the raw logits at temperature 1, (M,), nats; NaN where the support is empty."""
+        return self._model_entropy
+
+    def at(self, temperature: Any) -> tuple[Any, Any]:
+        """Return (entropy, varentropy) of the processed logits over ``temperature`` (M,), in its own array type."""
+        if isinstance(temperature, Tensor):
+            found = self._processed.at(temperature.detach().double().cpu().numpy())
+            return torch.from_numpy(found[0]), torch.from_numpy(found[1])
+        return self._processed.at(temperature)
+
+
+def choose(logits: Tensor, temperature: Tensor, seed: Sequence[int], index: Sequence[int]) -> Tensor:
+    """Draw one token per row; see :func:`backends.gumbel.choose`, which it equals up to ties within rounding."""
+    z = _rows(logits)
+    blocks, top = _maxima(z)
+    t = np.ascontiguousarray(temperature.double().numpy())
+    seeds, steps = np.asarray(list(seed), np.int64), np.asarray(list(index), np.int64)
+    tokens = torch.empty(z.shape[0], dtype=torch.int64)
+    library().entropic_choose(
+        _pointer(z), *_sizes(z), _pointer(blocks), _pointer(top), _pointer(t), _pointer(seeds), _pointer(steps),
+        _pointer(tokens), _threads(),
+    )  # fmt: skip
+    return tokens
