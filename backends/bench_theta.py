@@ -197,7 +197,9 @@ def analyse(
     for ratio in RATIOS:
         for name, reverse, d in (("law", False, 4), ("law, no dwell", False, 1), ("mirrored law", True, 4)):
             m = _by_text(surface, signals, histories, first, ratio, reverse=reverse, d=d)
-            control = _mean([policies.sweep(surface, policies.shuffled(m, surface.text, rng)) for _ in range(permutations)])
+            control = _mean(
+                [policies.sweep(surface, policies.shuffled(m, surface.text, rng)) for _ in range(permutations)]
+            )
             rules.append((name, "entropy", ratio, policies.sweep(surface, m), control))
     for signal in (*CAUSAL, "own_entropy", "own_spread"):
         curves = []
@@ -206,7 +208,9 @@ def analyse(
             rules.append(("log-linear", signal, strength, curves[-1], None))
         if surface.text_of_block.max() > 0:  # judged on a text that did not choose it
             picks, curve = policies.best_strength(surface, [*curves, constant], constant, levels)
-            rules.append(("chosen elsewhere", signal, float(np.mean([(*STRENGTHS, 0.0)[i] for i in picks])), curve, None))
+            rules.append(
+                ("chosen elsewhere", signal, float(np.mean([(*STRENGTHS, 0.0)[i] for i in picks])), curve, None)
+            )
     rules.append(("hindsight", "", 0.0, policies.hindsight(surface), None))
     return _tables(surface, signals, rules, levels, weight)
 
@@ -257,7 +261,9 @@ def _tables(
         for g in range(kl.shape[1]):
             for key, value in zip(lines, (name, signal, strength, size[0, g], kl[0, g], nll[0, g]), strict=True):
                 lines[key].append(value)
-    limits = {name: policies.ceiling(surface, signals[name], theta=THETA) for name in (*CAUSAL, "own_entropy", "own_spread")}
+    limits = {
+        name: policies.ceiling(surface, signals[name], theta=THETA) for name in (*CAUSAL, "own_entropy", "own_spread")
+    }
     table = {key: [row[key] for row in effects] for key in effects[0]}
     findings = {
         "positions": int(surface.kl.shape[0]),
@@ -265,7 +271,9 @@ def _tables(
         "byte_levels": levels.tolist(),
         "question": "Does the entropy-driven theta beat a constant theta at equal KV bytes?",
         "answer": _answer(effects),
-        "ceiling": {name: {"change": found[0], "kl_over_theta2_by_bin": found[1].tolist()} for name, found in limits.items()},
+        "ceiling": {
+            name: {"change": found[0], "kl_over_theta2_by_bin": found[1].tolist()} for name, found in limits.items()
+        },
         "constant_theta": _ladder(surface),
     }
     return Outcome(table, lines, findings)
@@ -335,4 +343,6 @@ def _long(surface: Surface, signals: Mapping[str, FloatArray]) -> dict[str, Any]
     out: dict[str, Any] = {"theta_nats": np.tile(surface.theta, n)}
     out |= {name: np.repeat(getattr(surface, name), a) for name in ("text", "block")}
     out |= {name: getattr(surface, name).ravel() for name in ("kl", "nll", "bytes")}
-    return out | {name: np.repeat(values, a) if values.ndim == 1 else values.ravel() for name, values in signals.items()}
+    return out | {
+        name: np.repeat(values, a) if values.ndim == 1 else values.ravel() for name, values in signals.items()
+    }

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from backends.attention import PagedBatch, register
-from backends.audit import AuditTable, kl_nats
+from backends.audit import LiveAudit, kl_nats
 from backends.flops import step_flops
 from backends.jobs import Job, OnText, Output, new_job
 from backends.kv_cache import PagedKVCache
@@ -109,7 +109,7 @@ class Engine:
             dtype=self.dtype,
             device=self.device,
         )
-        self.audit = AuditTable()
+        self.audit = LiveAudit(limits, config.seed)
         self.outputs: dict[int, Output] = {}
         self._pruning = config.loop.pruning.config
         self._prunes = config.loop.pruning.name != "off"
@@ -287,6 +287,8 @@ class Engine:
         ids, tokens, tempered, finished = self._choose(plan, jobs, rows, logits, on_text)
         if dense is not None:
             self._record_audit(plan, rows, logits, dense)
+        for job, nats in zip(jobs, statistics.certificate_max.tolist(), strict=True):
+            job.charge(nats)
         kept = np.asarray(statistics.kept_fraction, np.float64)
         return StepResult(
             step=plan.step,
@@ -316,14 +318,19 @@ class Engine:
 
     def _dense_logits(self, plan: StepPlan, inputs: Tensor) -> Tensor | None:
         """On audited steps, run the same tokens dense first; the pruned pass then overwrites the new K and V."""
-        every = self.limits.audit_every
-        if not every or plan.step % every or not (plan.samples & (plan.theta_nats > 0)).any():
+        if not (plan.samples & (plan.theta_nats > 0)).any() or not self.audit.due(plan.step):
             return None
         before = self._clock()
         exact = plan._replace(theta_nats=np.zeros_like(plan.theta_nats))
         logits = self._forward(PagedBatch.from_plan(exact, self.cache, self._pruning), inputs)
-        self._origin += self._clock() - before
+        self._leave_out(before)
         return logits
+
+    def _leave_out(self, before: float) -> None:
+        """Take the time since ``before`` out of the engine's clock and book it as the audit's."""
+        spent = self._clock() - before
+        self._origin += spent
+        self.audit.seconds += spent
 
     def _record_audit(self, plan: StepPlan, rows: Any, pruned: Tensor, dense: Tensor) -> None:
         before = self._clock()
@@ -333,7 +340,10 @@ class Engine:
             a, b = pruned[index], dense[index]
             entropies = (to_host(TorchLogitView(x).model_entropy) for x in (b, a))
             self.audit.add(plan, rows[hit], kl_nats(a, b), *entropies)
-        self._origin += self._clock() - before
+            alarm = self.audit.alarm
+            if alarm is not None:
+                self.loop.stop_pruning(alarm)
+        self._leave_out(before)
 
     def _choose(
         self, plan: StepPlan, jobs: list[Job], rows: Any, logits: Tensor, on_text: OnText | None

@@ -125,7 +125,9 @@ def hindsight(surface: Surface) -> Curve:
     return Curve(sums[0], sums[1], sums[2], np.bincount(surface.block, minlength=blocks).astype(np.float64))
 
 
-def law_multipliers(entropy: FloatArray, at: IntArray, ratio: float, *, reverse: bool = False, d: int = 4) -> FloatArray:
+def law_multipliers(
+    entropy: FloatArray, at: IntArray, ratio: float, *, reverse: bool = False, d: int = 4
+) -> FloatArray:
     """Return what the shipped ``budget`` law asks at some positions of one text, relative to its narrow budget.
 
     Parameters
@@ -242,12 +244,20 @@ def compare(
     each = np.stack([(home == number).astype(np.float64) for number in texts])
     kl, nll = _gap(rule, other, whole, levels)
     boot_kl, boot_nll = _gap(rule, other, weight, levels)
-    by_text = np.array([_gap(rule, other, each[i : i + 1], _own(other, each[i], levels))[0][0] for i in range(len(texts))])
+    by_text = np.array(
+        [_gap(rule, other, each[i : i + 1], _own(other, each[i], levels))[0][0] for i in range(len(texts))]
+    )
     tails = [50 * (1 - level), 100 - 50 * (1 - level)]
     low, high = np.percentile(np.expm1(boot_kl), tails)
     nll_low, nll_high = np.percentile(boot_nll, tails)
     return Effect(
-        float(np.expm1(kl[0])), float(low), float(high), float(nll[0]), float(nll_low), float(nll_high), np.expm1(by_text)
+        float(np.expm1(kl[0])),
+        float(low),
+        float(high),
+        float(nll[0]),
+        float(nll_low),
+        float(nll_high),
+        np.expm1(by_text),
     )
 
 
@@ -259,7 +269,9 @@ def _own(curve: Curve, weight: FloatArray, levels: FloatArray) -> FloatArray:
     return np.asarray(np.interp(levels, everywhere[0][order], here[0][order]), np.float64)
 
 
-def ceiling(surface: Surface, signal: FloatArray, *, theta: tuple[float, float], bins: int = 5) -> tuple[float, FloatArray]:
+def ceiling(
+    surface: Surface, signal: FloatArray, *, theta: tuple[float, float], bins: int = 5
+) -> tuple[float, FloatArray]:
     """Return the most any rule that knows ``signal`` alone could change mean KL at equal bytes, and c(x) by bin.
 
     Parameters

@@ -147,9 +147,10 @@ def test_accounts(seed: int) -> None:
         rows = rng.permutation(9)[: rng.integers(1, 10)]
         start, now = now, now + float(rng.exponential())
         tokens = (entropies(rng, rows.shape[0]), entropies(rng, rows.shape[0]))
+        nats = rng.random(rows.shape[0])
         both(accounts.book_tokens_loop, accounts._book_tokens_columns, sums, counts, rows, now, *tokens, target, 0.2)
-        both(accounts.book_rows_loop, accounts._book_rows_columns, sums, rows, step, start, now)
-        accounts._book_rows_columns(sums, rows, step, start, now)
+        both(accounts.book_rows_loop, accounts._book_rows_columns, sums, rows, step, start, now, nats)
+        accounts._book_rows_columns(sums, rows, step, start, now, nats)
         accounts._book_tokens_columns(sums, counts, rows, now, *tokens, target, 0.2)
 
 
