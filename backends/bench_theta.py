@@ -4,8 +4,9 @@ For blocks of consecutive positions of several texts the response to a ladder of
 (:mod:`backends.surface`); every rule is then read off that table (:mod:`backends.theta_policies`), so all rules see the
 same positions and differences are paired. Rules: constant; the shipped ``budget`` law at several ratios of wide to
 narrow, forward (wide where the previous entropy was low) and mirrored; each in shuffled order; log-linear rules on what
-is known before a step (entropy, varentropy, surprise of the last step) and on what is not (this step's own entropy, its
-own spread of mass); and the choice in hindsight, which no rule can beat.
+is known before a step (entropy, varentropy, surprise of the last step, a guess of this step's entropy from them and the
+last token) and on what is not (this step's own entropy, its own spread of mass); and the choice in hindsight, which no
+rule can beat.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ Progress = Callable[[str, float], None]
 _SOURCES = ("argparse", "typing", "decimal", "tarfile")
 """Long modules of the standard library: source code as real text."""
 RATIOS = (1.25, 1.5, 2.0, 3.0, 5.0)
-STRENGTHS = (-0.8, -0.4, -0.2, -0.1, 0.1, 0.2, 0.4, 0.8)
-CAUSAL = ("entropy", "varentropy", "top", "surprise", "spread")
-"""Signals of the step before, by what they are."""
+STRENGTHS = (-0.4, -0.2, -0.1, -0.05, 0.05, 0.1, 0.2, 0.4)
+SIGNALS = ("entropy", "varentropy", "top", "surprise", "spread", "predicted_entropy", "own_entropy", "own_spread")
+"""Of the step before; the guess of this step's entropy from all of them; this step's own, known only afterwards."""
 THETA = (0.01, 0.15)
 """Constant budgets between whose bytes rules are compared, nats."""
 
@@ -132,7 +133,7 @@ def measure(
 
         say(f"{name}: prefill of {len(ids):,} tokens", number / len(named))
         history = kept_pieces.get(f"signals-{number}", signals_of)
-        histories.append(history)
+        histories.append({**history, "token": np.asarray(ids[plan.first :], np.float64)})
         for b, start in enumerate(starts):
             make = functools.partial(_block, ready, start, plan.size, ladder)
             part = kept_pieces.get(f"block-{number}-{b}", make)
@@ -148,10 +149,13 @@ def measure(
                 add(key, history[key][at - 1])
             for key in ("entropy", "varentropy"):
                 add(f"own_{key}", history[key][at])
+            add("token", np.asarray(ids[start : start + plan.size], np.float64))
             add("own_spread", spread)
             add("spread", np.concatenate([[np.nan], spread[:-1]]))
     table = {name: np.concatenate(parts) for name, parts in columns.items()}
     surface = Surface(ladder, *(table.pop(name) for name in ("kl", "nll", "bytes", "block", "text")))
+    if len(named) > 1:
+        table["predicted_entropy"] = policies.predicted_entropy(table, histories, surface.text)
     return surface, table, histories
 
 
@@ -201,7 +205,7 @@ def analyse(
                 [policies.sweep(surface, policies.shuffled(m, surface.text, rng)) for _ in range(permutations)]
             )
             rules.append((name, "entropy", ratio, policies.sweep(surface, m), control))
-    for signal in (*CAUSAL, "own_entropy", "own_spread"):
+    for signal in _known(signals):
         curves = []
         for strength in STRENGTHS:
             curves.append(policies.sweep(surface, policies.log_linear(signals[signal], strength)))
@@ -233,6 +237,10 @@ def _by_text(
     return out
 
 
+def _known(signals: Mapping[str, FloatArray]) -> list[str]:
+    return [name for name in SIGNALS if name in signals]
+
+
 def _mean(curves: Sequence[Curve]) -> Curve:
     parts = (np.mean([getattr(c, name) for c in curves], axis=0) for name in ("kl", "nll", "bytes"))
     return Curve(*parts, curves[0].count)
@@ -261,9 +269,7 @@ def _tables(
         for g in range(kl.shape[1]):
             for key, value in zip(lines, (name, signal, strength, size[0, g], kl[0, g], nll[0, g]), strict=True):
                 lines[key].append(value)
-    limits = {
-        name: policies.ceiling(surface, signals[name], theta=THETA) for name in (*CAUSAL, "own_entropy", "own_spread")
-    }
+    limits = {name: policies.ceiling(surface, signals[name], theta=THETA) for name in _known(signals)}
     table = {key: [row[key] for row in effects] for key in effects[0]}
     findings = {
         "positions": int(surface.kl.shape[0]),

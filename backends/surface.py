@@ -108,7 +108,7 @@ def _attention(
 def _decode(surface: _Pass, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attend from R rows, (H, R, D) with the scale in it, over the text before each and its own key; (H, R, D)."""
     rows = surface.rows
-    assert rows is not None  # noqa: S101 - the caller's branch
+    assert rows is not None
     (n_heads, count, dim), heads = query.shape, key.shape[0]
     group, page = n_heads // heads, rows.page_tokens
     last = int(rows.position.max())
@@ -135,7 +135,7 @@ def _decode(surface: _Pass, layer: int, query: Tensor, key: Tensor, value: Tenso
 
 def _choose(mass: Tensor, rows: _Rows) -> npt.NDArray[np.bool_]:
     """Return the pages that each (KV head, row) reads, bool (n_kv_heads, R, P), and book their share."""
-    heads, group, count, pages = mass.shape
+    heads, _, count, pages = mass.shape
     kept = np.ones((heads, count, pages), np.bool_)
     pruned = np.flatnonzero(rows.theta > 0)
     index = np.arange(pages)

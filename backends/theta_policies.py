@@ -13,7 +13,7 @@ differ by a factor 1.25 leave 0.6% to win.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,22 @@ from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.laws.budget import Budget, Config
 from entropic_ctl.signals import FloatArray, IntArray
 
-__all__ = ["Effect", "Surface", "ceiling", "compare", "hindsight", "law_multipliers", "log_linear", "shuffled", "sweep"]
+__all__ = [
+    "Curve",
+    "Effect",
+    "Surface",
+    "best_strength",
+    "block_weights",
+    "byte_levels",
+    "ceiling",
+    "compare",
+    "hindsight",
+    "law_multipliers",
+    "log_linear",
+    "predicted_entropy",
+    "shuffled",
+    "sweep",
+]
 
 SWEEP = 48
 """Values of theta_0 on a curve."""
@@ -164,6 +179,43 @@ def log_linear(signal: FloatArray, strength: float, *, most: float = 3.0) -> Flo
     return np.asarray(np.exp(-strength * np.clip(z, -most, most)), np.float64)
 
 
+def predicted_entropy(
+    signals: Mapping[str, FloatArray], histories: Sequence[Mapping[str, FloatArray]], text: IntArray
+) -> FloatArray:
+    """Return the best guess of each step's own entropy from what is known before it, each text guessed from the others.
+
+    Least squares on: the mean entropy after the token just read (in the other texts, shrunk to their mean by 4
+    observations), the last step's entropy and surprise, and the last step's spread of mass.
+
+    Parameters
+    ----------
+    signals : mapping of FloatArray (N,)
+        ``token``, ``entropy``, ``surprise``, ``spread`` (NaN: unknown), and ``own_entropy`` to learn from.
+    histories : sequence of mappings
+        ``token`` and ``entropy`` of every step of each text.
+    text : IntArray, shape (N,)
+
+    Returns
+    -------
+    FloatArray, shape (N,)
+        NaN if there is only one text.
+    """
+    out = np.full(text.shape[0], np.nan)
+    spread = np.where(np.isfinite(signals["spread"]), signals["spread"], np.nanmean(signals["spread"]))
+    for number in range(len(histories) if len(histories) > 1 else 0):
+        others = [history for j, history in enumerate(histories) if j != number]
+        token = np.concatenate([history["token"] for history in others]).astype(np.int64)
+        entropy = np.concatenate([history["entropy"] for history in others])
+        size = 1 + max(int(token.max()), int(signals["token"].max()))
+        mean, count = entropy.mean(), np.bincount(token, minlength=size)
+        after = (np.bincount(token, entropy, minlength=size) + 4 * mean) / (count + 4)
+        known = [after[signals["token"].astype(np.int64)], signals["entropy"], signals["surprise"], spread]
+        x, train = np.column_stack([np.ones(text.shape[0]), *known]), text != number
+        weights = np.linalg.lstsq(x[train], signals["own_entropy"][train], rcond=None)[0]
+        out[~train] = x[~train] @ weights
+    return out
+
+
 def shuffled(multiplier: FloatArray, text: IntArray, rng: np.random.Generator) -> FloatArray:
     """Return the same multipliers in another order, inside each text: all of the rule but its information."""
     out = multiplier.copy()
@@ -288,7 +340,9 @@ def ceiling(
     c = (surface.kl[:, rungs] / surface.theta[rungs] ** 2).mean(axis=1)[known]
     order = np.argsort(signal[known], kind="stable")
     means = np.array([c[part].mean() for part in np.array_split(order, bins)])
-    return float(np.exp(np.log(np.maximum(means, 1e-12)).mean()) / means.mean() - 1.0), means
+    if not means.all():
+        return 0.0 if not means.any() else -1.0, means
+    return float(np.exp(np.log(means).mean()) / means.mean() - 1.0), means
 
 
 def best_strength(

@@ -26,6 +26,7 @@ from entropic_ctl import (
     cli_identify,
     cli_proofs,
     cli_sweep,
+    cli_theta,
     cli_validate,
     cli_variance,
     cli_workload,
@@ -333,6 +334,7 @@ cli_entropy.register(app)
 cli_identify.register(app)
 cli_proofs.register(app)
 cli_sweep.register(app)
+cli_theta.register(bench_app)
 cli_validate.register(app)
 cli_variance.register(app)
 cli_workload.register(app)

@@ -5,31 +5,32 @@ may depend on each other and on whatever was decided from them. The target is th
 
     M_n = (m_1 + ... + m_n) / n,
 
-the mean of a constant-mean sequence if there is one. A sequence of intervals C_n covers if P(M_n in C_n for *all* n) is
-at least 1 - alpha: then C_n may be read after every sample, and sampling stopped because of what it says.
+the mean of a constant-mean sequence if there is one. A sequence of intervals C_n covers if P(M_n in C_n for *all* n)
+is at least 1 - alpha: then C_n may be read after every sample, and sampling stopped because of what it says.
 
 :class:`MeanBound` is the empirical Bernstein sequence of Waudby-Smith and Ramdas (2023, theorem 2) with two changes
-*(ours)*: every sample has the same weight, so that it is about M_n whatever the m_i do, and the rate of the bet is mixed
-over a grid instead of tuned. With any a_i in [0, 1] that is fixed before Y_i, and psi(l) = -ln(1 - l) - l, both
+*(ours)*: every sample has the same weight, so that it is about M_n whatever the m_i do, and the rate of the bet is
+mixed over a grid instead of tuned. With any a_i in [0, 1] fixed before Y_i, and psi(l) = -ln(1 - l) - l, both
 
     exp( sum_i l (Y_i - m_i) - psi(l) (Y_i - a_i)^2 )    and the same with -l in the first term      (0 <= l < 1)
 
-are nonnegative supermartingales that begin at 1: for x >= -1, exp(l x - psi(l) x^2) <= 1 + l x (Fan, Grama and Liu
-2015), here with x = +-(Y - a); take expectations, and 1 + l (m - a) <= exp(l (m - a)). A mixture over l with weights that
-sum to 1 is one again. Ville's inequality: with chance at least 1 - alpha neither mixture ever reaches 2 / alpha, so that
-|sum (Y_i - m_i)| stays below the d_n at which the mixture at V_n = sum (Y_i - a_i)^2 reaches it, for all n at once. Here
-a_i is the mean of the Y before i. (Betting with wealth that adapts to the data, section 4 there, is tighter, but about a
-mean that does not move: the mean loss of generated text moves.)
+are nonnegative supermartingales that begin at 1: for x >= -1, exp(l x - psi(l) x^2) <= 1 + l x (Fan, Grama and Liu,
+2015), here with x = +-(Y - a); take expectations, and 1 + l (m - a) <= exp(l (m - a)). A mixture over l with weights
+that sum to 1 is one again. Ville's inequality: with chance at least 1 - alpha neither mixture ever reaches 2 / alpha,
+so that |sum (Y_i - m_i)| stays below the d_n at which the mixture at V_n = sum (Y_i - a_i)^2 reaches it, for all n at
+once. Here a_i is the mean of the Y before i. (Betting with wealth that adapts to the data, section 4 there, is tighter,
+but about a mean that does not move: the mean loss of generated text moves.)
 
-Looking at random (live audit). Let X_t in [0, cap] be the loss of *every* step, and B_t a coin with P(B_t = 1) = p that is
-tossed independently of everything up to and including X_t; X_t is seen only where B_t = 1. Then Y_t =
-B_t X_t / cap has conditional mean p X_t / cap given the past *and* X_t. So the theorem with this larger past makes
-M_n cap / p the *realised* mean of X over all n steps, seen or not, however they depend on each other, on the text and on
-decisions taken from the interval itself. :meth:`MeanBound.skip` books a step that was left out (Y_t = 0). The weight 1 / p
-of a seen step is a constant, so it moves nothing but the unit.
+Looking at random (live audit). Let X_t in [0, cap] be the loss of *every* step, and B_t a coin with P(B_t = 1) = p that
+is tossed independently of everything up to and including X_t; X_t is seen only where B_t = 1. Then Y_t = B_t X_t / cap
+has conditional mean p X_t / cap given the past *and* X_t. So the theorem with this larger past makes M_n cap / p the
+*realised* mean of X over all n steps, seen or not, however they depend on each other, on the text and on decisions
+taken from the interval itself. :meth:`MeanBound.skip` books a step that was left out (Y_t = 0). The weight 1 / p of a
+seen step is a constant, so it moves nothing but the unit.
 
 A loss above the cap is counted as the cap: the interval is about E[min(X, cap)], which the share of capped losses
-qualifies. KL has no finite range, and without one no nonasymptotic interval for a mean exists (Bahadur and Savage 1956).
+qualifies. KL has no finite range, and without one no nonasymptotic interval for a mean exists (Bahadur and Savage,
+1956).
 """
 
 from __future__ import annotations
