@@ -91,7 +91,7 @@ def _attention(
     layer, heads, n_heads = int(module.layer_idx), key.shape[1], query.shape[1]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if surface.rows is not None:
-        out = _decode(surface, layer, query[0] * scale, key[0], value[0])
+        out = _decode(surface, surface.rows, layer, query[0] * scale, key[0], value[0])
         return out.transpose(0, 1)[None], None
     n, start = query.shape[2], surface.context
     surface.keys[layer][:, start : start + n], surface.values[layer][:, start : start + n] = key[0], value[0]
@@ -105,10 +105,8 @@ def _attention(
     return o.transpose(1, 2), None
 
 
-def _decode(surface: _Pass, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _decode(surface: _Pass, rows: _Rows, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attend from R rows, (H, R, D) with the scale in it, over the text before each and its own key; (H, R, D)."""
-    rows = surface.rows
-    assert rows is not None
     (n_heads, count, dim), heads = query.shape, key.shape[0]
     group, page = n_heads // heads, rows.page_tokens
     last = int(rows.position.max())
