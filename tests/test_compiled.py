@@ -352,5 +352,5 @@ def test_dataclasses_of_laws_give_their_twins_all_parameters() -> None:
     }  # fmt: skip
     assert {f.name for f in dataclasses.fields(budget.Config)} == {
         "sink_pages", "recent_pages", "dense_layers", "selection", "theta_nats", "theta_wide_nats", "entropy_low_nats",
-        "entropy_high_nats", "widen_after",
+        "entropy_high_nats", "widen_after", "total_nats",
     }  # fmt: skip
