@@ -1,16 +1,27 @@
-"""Compare pruned with dense attention on the same step: KL of the next-token distributions, kept in a table."""
+"""Compare pruned with dense attention on the same step: KL of the next-token distributions, and a bound on its mean.
+
+A step is audited by running it dense as well, over the same cache, before the pruned pass: its KL is the effect of that
+step's pruning alone. Which steps: every n-th (``engine.audit_every``), or each with probability p by a coin of its own
+(``engine.audit_rate``), seeded and independent of requests, text and logits. With coins the audit is *live*: at any
+moment it gives an interval for the mean KL of all pruned steps so far, looked at or not, that is true with chance
+1 - alpha at all moments at once (:class:`entropic_ctl.confidence.MeanBound`). The loss of a step is the mean KL of its
+pruned rows, capped at ``engine.audit_cap_nats``.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from entropic_ctl.confidence import MeanBound
+from entropic_ctl.config import EngineConfig
 from entropic_ctl.signals import FloatArray, IntArray, StepPlan
 
-__all__ = ["AuditTable", "kl_nats"]
+__all__ = ["AuditTable", "LiveAudit", "kl_nats"]
 
 _COLUMNS = ("step", "id", "context", "theta_nats", "kl_nats", "entropy_dense", "entropy_pruned")
 
@@ -51,3 +62,74 @@ class AuditTable:
         if not self._parts:
             return {name: np.empty(0) for name in _COLUMNS}
         return {name: np.concatenate([part[i] for part in self._parts]) for i, name in enumerate(_COLUMNS)}
+
+
+class LiveAudit(AuditTable):
+    """Decides which steps are audited, and keeps what they showed.
+
+    Parameters
+    ----------
+    engine : EngineConfig
+    seed : int
+        Of the coins.
+
+    Attributes
+    ----------
+    seconds : float
+        Time that audits took (left out of the engine's own clock).
+    """
+
+    def __init__(self, engine: EngineConfig, seed: int) -> None:
+        super().__init__()
+        self._every, self._rate, self._limit = engine.audit_every, engine.audit_rate, engine.audit_limit_nats
+        self._coins = np.random.default_rng([seed, 0xA0D17])
+        rate = self._rate or 1.0
+        self._bound = MeanBound(engine.audit_cap_nats, alpha=engine.audit_alpha, rate=rate)
+        self.seconds = 0.0
+
+    def due(self, step: int) -> bool:
+        """Return whether this step, in which rows are pruned, is audited; call it once for each such step."""
+        if self._rate:
+            looked = bool(self._coins.random() < self._rate)
+            if not looked:
+                self._bound.skip()
+            return looked
+        return self._every > 0 and step % self._every == 0
+
+    def add(
+        self, plan: StepPlan, rows: IntArray, kl: FloatArray, dense_entropy: FloatArray, pruned_entropy: FloatArray
+    ) -> None:
+        """Append the audited rows, and their mean KL to the bound; a row whose KL is NaN (no support) is left out."""
+        super().add(plan, rows, kl, dense_entropy, pruned_entropy)
+        if self._rate or self._every == 1:
+            known = kl[~np.isnan(kl)]
+            self._bound.add(float(known.mean()) if known.shape[0] else 0.0)
+
+    @property
+    def alarm(self) -> str | None:
+        """What to say when the mean KL is above ``engine.audit_limit_nats`` for sure (chance 1 - alpha), else None."""
+        low, _ = self._bound.interval
+        if not self._limit or not low > self._limit:
+            return None
+        return f"mean KL of pruned steps is at least {low:.3g} nats, above the limit of {self._limit:g}"
+
+    def report(self) -> dict[str, float | int | None]:
+        """Return the bound now, JSON-able.
+
+        ``steps`` with pruned rows, ``audited`` of them; ``mean_kl_nats`` with ``low_nats`` and ``high_nats`` (None
+        without a bound: nothing pruned, or a fixed schedule, which may beat in time with the text); ``alpha``,
+        ``cap_nats``, ``capped`` (audited steps at the cap), ``seconds`` spent on audits.
+        """
+        bound, live = self._bound, self._bound.steps > 0
+        low, high = bound.interval
+        return {
+            "steps": bound.steps,
+            "audited": bound.looked,
+            "mean_kl_nats": bound.mean if live and not math.isnan(bound.mean) else None,
+            "low_nats": low if live else None,
+            "high_nats": high if live else None,
+            "alpha": bound.alpha,
+            "cap_nats": bound.cap,
+            "capped": bound.capped,
+            "seconds": self.seconds,
+        }

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from backends.attention import PagedBatch, register
-from backends.audit import AuditTable, kl_nats
+from backends.audit import LiveAudit, kl_nats
 from backends.decoder import runner
 from backends.drafting import Drafted, Drafter, drafter_of
 from backends.flops import step_flops
@@ -122,7 +122,7 @@ class Engine:
             kernels=limits.kernels,
         )
         self._run = runner(network, limits.kernels)
-        self.audit = AuditTable()
+        self.audit = LiveAudit(limits, config.seed)
         self._sampling = kernels(limits.kernels, self.device)
         self.outputs: dict[int, Output] = {}
         self._pruning = config.loop.pruning.config
@@ -311,6 +311,8 @@ class Engine:
             self._seal(plan, jobs, batch)
         if dense is not None:
             self._record_audit(plan, rows, logits[at.first], dense[at.first])
+        for job, nats in zip(jobs, statistics.certificate_max.tolist(), strict=True):
+            job.charge(nats)
         kept = np.asarray(statistics.kept_fraction, np.float64)
         return StepResult(
             step=plan.step,
@@ -350,14 +352,19 @@ class Engine:
 
     def _dense_logits(self, plan: StepPlan, inputs: Tensor) -> Tensor | None:
         """On audited steps, run the same tokens dense first; the pruned pass then overwrites the new K and V."""
-        every = self.limits.audit_every
-        if not every or plan.step % every or not (plan.samples & (plan.theta_nats > 0)).any():
+        if not (plan.samples & (plan.theta_nats > 0)).any() or not self.audit.due(plan.step):
             return None
         before = self._clock()
         exact = plan._replace(theta_nats=np.zeros_like(plan.theta_nats))
         logits = self._forward(PagedBatch.from_plan(exact, self.cache, self._pruning), inputs)
-        self._origin += self._clock() - before
+        self._leave_out(before)
         return logits
+
+    def _leave_out(self, before: float) -> None:
+        """Take the time since ``before`` out of the engine's clock and book it as the audit's."""
+        spent = self._clock() - before
+        self._origin += spent
+        self.audit.seconds += spent
 
     def _record_audit(self, plan: StepPlan, rows: Any, pruned: Tensor, dense: Tensor) -> None:
         before = self._clock()
@@ -367,7 +374,10 @@ class Engine:
             a, b = pruned[index], dense[index]
             entropies = (to_host(TorchLogitView(x).model_entropy) for x in (b, a))
             self.audit.add(plan, rows[hit], kl_nats(a, b), *entropies)
-        self._origin += self._clock() - before
+            alarm = self.audit.alarm
+            if alarm is not None:
+                self.loop.stop_pruning(alarm)
+        self._leave_out(before)
 
     def _choose(
         self, plan: StepPlan, jobs: list[Job], rows: Any, at: Positions, logits: Tensor, on_text: OnText | None

@@ -33,6 +33,9 @@ class Output:
         Generated text, cut before a stop string.
     arrival_s, first_token_s, end_s : float
         Engine clock; NaN until it happened.
+    loss_nats, loss_max_nats : float
+        What pruning cost it: the largest certified -ln(1 - m) of each step, summed, and the largest of all; see
+        :mod:`entropic_ctl.pruning.accountant` for what the sum bounds.
     finish : Finish or None
     """
 
@@ -44,6 +47,8 @@ class Output:
     first_token_s: float = float("nan")
     end_s: float = float("nan")
     finish: Finish | None = None
+    loss_nats: float = 0.0
+    loss_max_nats: float = 0.0
 
 
 @dataclass
@@ -95,6 +100,12 @@ class Job:
             return None
         self._show(self.stream.push(token), on_text)
         return FinishReason.STOP if self.stream.stopped else None
+
+    def charge(self, certificate: float) -> None:
+        """Book the certified loss of one step, nats."""
+        output = self.output
+        output.loss_nats += certificate
+        output.loss_max_nats = max(output.loss_max_nats, certificate)
 
     def leave(self, finish: Finish, now_s: float, on_text: OnText | None) -> None:
         """Complete the output, releasing text that was held back."""

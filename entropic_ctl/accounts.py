@@ -31,13 +31,13 @@ __all__ = [
 REQUEST = (
     "first_token_s", "last_token_s", "gap_sum_s", "gap_max_s", "output_tokens", "entropy_n", "entropy_sum",
     "tempered_mean", "tempered_m2", "target_square_sum", "tau", "tau_filtered", "entropy_last", "entropy_filtered",
-    "clock_n", "last_step", "last_end_s", "wait_steps", "wait_s",
+    "clock_n", "last_step", "last_end_s", "wait_steps", "wait_s", "loss_nats", "loss_max_nats",
 )  # fmt: skip
 """Fields of a request's account. Entropies in nats, times in seconds; ``tempered_m2`` is about the running mean."""
 
 (
     FIRST_TOKEN, LAST_TOKEN, GAP_SUM, GAP_MAX, OUTPUT, N, MODEL_SUM, MEAN, M2, TARGET_SQUARE, TAU, TAU_FILTERED, LAST,
-    FILTERED, CLOCK_N, LAST_STEP, LAST_END, WAIT_STEPS, WAIT,
+    FILTERED, CLOCK_N, LAST_STEP, LAST_END, WAIT_STEPS, WAIT, LOSS, LOSS_MAX,
 ) = range(len(REQUEST))  # fmt: skip
 
 STEP = (
@@ -168,8 +168,10 @@ def book_tokens_loop(
 book_tokens = faster(book_tokens_loop, _book_tokens_columns)
 
 
-def _book_rows_columns(sums: FloatArray, rows: IntArray, step: int, start_s: float, end_s: float) -> None:
-    """Book one service on these rows, and how long each had waited for it.
+def _book_rows_columns(
+    sums: FloatArray, rows: IntArray, step: int, start_s: float, end_s: float, certificate: FloatArray
+) -> None:
+    """Book one service on these rows, how long each had waited for it, and what pruning cost it.
 
     Parameters
     ----------
@@ -180,22 +182,30 @@ def _book_rows_columns(sums: FloatArray, rows: IntArray, step: int, start_s: flo
     step : int
         Iterations before this one.
     start_s, end_s : float
+    certificate : FloatArray, shape (R,)
+        Largest certified loss of the step, nats.
     """
     s = sums[rows]
     s[:, WAIT_STEPS] = np.maximum(s[:, WAIT_STEPS], step - s[:, LAST_STEP] - 1.0)
     s[:, WAIT] = np.maximum(s[:, WAIT], start_s - s[:, LAST_END])
     s[:, LAST_STEP], s[:, LAST_END] = step, end_s
+    s[:, LOSS] += certificate
+    s[:, LOSS_MAX] = np.maximum(s[:, LOSS_MAX], certificate)
     sums[rows] = s
 
 
 @compiled
-def book_rows_loop(sums: FloatArray, rows: IntArray, step: int, start_s: float, end_s: float) -> None:
+def book_rows_loop(
+    sums: FloatArray, rows: IntArray, step: int, start_s: float, end_s: float, certificate: FloatArray
+) -> None:
     """Twin of :func:`_book_rows_columns`."""
     for i in range(rows.shape[0]):
         s = sums[rows[i]]
         s[WAIT_STEPS] = max(s[WAIT_STEPS], step - s[LAST_STEP] - 1.0)
         s[WAIT] = max(s[WAIT], start_s - s[LAST_END])
         s[LAST_STEP], s[LAST_END] = step, end_s
+        s[LOSS] += certificate[i]
+        s[LOSS_MAX] = max(s[LOSS_MAX], certificate[i])
 
 
 book_rows = faster(book_rows_loop, _book_rows_columns)

@@ -27,6 +27,7 @@ from entropic_ctl import (
     cli_proofs,
     cli_speculation,
     cli_sweep,
+    cli_theta,
     cli_validate,
     cli_variance,
     cli_workload,
@@ -347,6 +348,7 @@ cli_identify.register(app)
 cli_proofs.register(app)
 cli_speculation.register(bench_app)
 cli_sweep.register(app)
+cli_theta.register(bench_app)
 cli_validate.register(app)
 cli_variance.register(app)
 cli_workload.register(app)

@@ -104,6 +104,9 @@ def generate(
         "output_tokens": len(output.token_ids),
         "draft_tokens": engine.drafted,
         "draft_tokens_accepted": engine.accepted,
+        "loss_nats": output.loss_nats,
+        "loss_max_nats": output.loss_max_nats,
+        "audit": engine.audit.report(),
         "summary": metrics.summary(),
     }
     cli_run.write_json(json_file, report, config)
@@ -121,6 +124,7 @@ def generate(
     note = f"{len(output.token_ids)} tokens, finish: {report['finish']}{_measured(metrics)}"
     if config.speculation.draft_tokens:
         note += f"; {engine.accepted} of {engine.drafted} drafted tokens accepted"
+    note += _pruned(output, report["audit"])
     if config_file is None:
         note += "\nstandard inference: no --config, so no law acted (fixed temperature, dense attention)"
     console(stderr=True, soft_wrap=True).print(note, style="dim")
@@ -137,3 +141,20 @@ def _measured(metrics: Any) -> str:
         f"{summary['model_entropy_mean_nats']:.2f} nats, T {low:.2f} to {high:.2f}, pages read "
         f"{100 * float(tokens['kept_fraction'].mean()):.0f}%"
     )
+
+
+def _pruned(output: Any, audit: dict[str, Any]) -> str:
+    """Return what pruning cost and what the live audit says, a line each where there is something to say."""
+    lines = ""
+    if output.loss_max_nats > 0:
+        lines += (
+            f"\npruning: {output.loss_nats:.3g} nats certified loss over all steps, at most "
+            f"{output.loss_max_nats:.3g} in one (per head; no bound on the KL of a token)"
+        )
+    if audit["steps"]:
+        lines += (
+            f"\naudit: mean KL of {audit['steps']} pruned steps in [{audit['low_nats']:.2g}, {audit['high_nats']:.2g}] "
+            f"nats, with chance {100 * (1 - audit['alpha']):g}% at any time; {audit['audited']} also ran dense "
+            f"({audit['seconds']:.1f} s, left out of the speed), KL capped at {audit['cap_nats']:g}"
+        )
+    return lines

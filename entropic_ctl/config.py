@@ -64,9 +64,39 @@ class EngineConfig:
     kernels: str = fields.choice(
         "auto", ("auto", "native", "torch"), "engine: C++ kernels (native), PyTorch's, or native where it can (auto)"
     )
+    audit_rate: float = fields.number(
+        0.0, 0.0, 1.0, "engine: chance that a pruned step also runs dense, for a bound on the mean KL; 0 is never"
+    )
+    audit_cap_nats: float = fields.number(
+        0.1,
+        0.0,
+        100.0,
+        "KL of a step above which the bound counts no more; the sequence is about min(KL, cap)",
+        open_lo=True,
+    )
+    audit_alpha: float = fields.number(0.05, 1e-9, 0.5, "chance that the bound on the mean KL is ever wrong")
+    audit_limit_nats: float = fields.number(
+        0.0, 0.0, 100.0, "dense for the rest of the run once the mean KL is surely above; 0: no such limit"
+    )
 
     def __post_init__(self) -> None:
         fields.check(self)
+        if self.audit_every and self.audit_rate:
+            raise BadInputError(
+                "two schedules of audits",
+                field="audit_rate",
+                value=self.audit_rate,
+                allowed=f"0 with audit_every = {self.audit_every}",
+                remedy="set one of them to 0",
+            )
+        if self.audit_limit_nats and not (self.audit_rate or self.audit_every == 1):
+            raise BadInputError(
+                "a limit on the mean KL needs audits that bound it",
+                field="audit_limit_nats",
+                value=self.audit_limit_nats,
+                allowed="0 without audit_rate",
+                remedy="set audit_rate, 0.05 for example",
+            )
         if self.max_batch_tokens < self.max_batch:
             raise BadInputError(
                 "a step must have room for one token of every row",

@@ -139,7 +139,7 @@ class Loop:
         """Decide the next iteration; a plan without rows means that nothing is in the system."""
         self.admit()
         self._now_s = now_s
-        plan = self.batcher.plan(now_s, self._score, self.policy.theta, self._draft())
+        plan = self.batcher.plan(now_s, self._score, self.policy.budgets, self._draft())
         last = self._plan
         if last is None or plan.samples is not last.samples:  # a repeated plan shares its row columns
             self._sampling, self._greedy = plan.slots[plan.samples], plan.greedy[plan.samples]
@@ -156,6 +156,20 @@ class Loop:
         admitted = self.batcher.admit()
         if admitted.shape[0]:
             self.policy.start(admitted)
+
+    def stop_pruning(self, why: str) -> None:
+        """Run dense from the next plan on, for all requests and for good; the first call is recorded.
+
+        Parameters
+        ----------
+        why : str
+            A sentence for people.
+        """
+        if self.policy.dense:
+            return
+        self.policy.dense = True
+        if self._recorder is not None:
+            self._recorder.write("stop_pruning", why=why)
 
     def ran(self, steps: int, step_s: float, ended: list[Finish], full: list[int]) -> list[Finish]:
         """Note iterations that a driver ran on the state in place (see ``Batcher.ran``); return who left."""
@@ -233,6 +247,7 @@ class Loop:
         """Take in a step's result; return everything that left in it."""
         _check_lengths(result)
         _check_drafts(result, self._plan)
+        self._charge(result)
         outcome = self.batcher.observe(result)
         slots, rows = outcome.token_slots, outcome.token_rows
         if slots.shape[0]:
@@ -258,6 +273,18 @@ class Loop:
         yielded = np.zeros(ids.shape[0], np.int64)
         np.add.at(yielded, order[np.searchsorted(ids, known, sorter=order)], 1)
         self._rule.observe(plan.slots[here], drafted, np.minimum(np.maximum(yielded - 1, 0), drafted))
+
+    def _charge(self, result: StepResult) -> None:
+        """Book what the open plan's step cost its requests; a result of another step is the batcher's to refuse."""
+        plan = self._plan
+        if plan is None or result.step != plan.step or not np.count_nonzero(plan.theta_nats):
+            return
+        here = self.batcher.slots.id[plan.slots] == plan.ids  # not cancelled meanwhile
+        slots, theta, nats = plan.slots, plan.theta_nats, result.certificate_max
+        if not here.all():
+            slots, theta = slots[here], theta[here]
+            nats = nats[here] if nats.shape[0] == here.shape[0] else nats[:0]
+        self.policy.charge(slots, theta, nats)
 
 
 def _check_lengths(result: StepResult) -> None:

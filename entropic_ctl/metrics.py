@@ -261,7 +261,8 @@ class Metrics(Collector):
         rows = self._rows
         if plan.ids is not self._ids:  # a repeated plan shares its row columns
             rows = self.rows_of(plan.ids, plan.slots)
-        book_rows(self._account.sums, rows, self._n_steps, result.start_s, result.end_s)
+        nats = result.certificate_max if result.certificate_max.shape[0] == rows.shape[0] else np.zeros(rows.shape[0])
+        book_rows(self._account.sums, rows, self._n_steps, result.start_s, result.end_s, nats)
         if plan.preempted.shape[0]:
             for request_id in plan.preempted.tolist():
                 self._facts["preemptions"][self._row(request_id)] += 1

@@ -79,6 +79,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "pruned_mass_mean",
         "pruned_mass_max",
         "certificate_max_nats",
+        "loss_mean_nats",
+        "loss_max_nats",
         "kl_nats_mean",
     ),
     "simulation": (
@@ -331,6 +333,8 @@ def _costs(measured: Measured) -> Summary:
         "pruned_mass_mean": _mean(steps["pruned_mass_mean"], steps["decode_rows"]),
         "pruned_mass_max": float(steps["pruned_mass_max"].max(initial=0.0)),
         "certificate_max_nats": float(steps["certificate_max"].max(initial=0.0)),
+        "loss_mean_nats": _mean(requests["loss_nats"]),
+        "loss_max_nats": float(requests["loss_nats"].max(initial=0.0)),
     }
 
 

@@ -41,7 +41,8 @@ def requests_table(raw: Mapping[str, npt.NDArray[Any]], target_nats: float) -> T
     Columns: id, client (-1: its own), status (``live`` or the finish reason), prompt_tokens, max_new_tokens,
     output_tokens, preemptions, longest_wait_steps, longest_wait_s (without service, from admission on: what the waiting
     bound is about), admission_wait_s (before, in the queue for a slot), arrival_s, left_s, ttft_s, e2e_s, tpot_s,
-    gap_sum_s, gap_max_s (seconds);
+    gap_sum_s, gap_max_s (seconds); loss_nats and loss_max_nats (what pruning cost: the certified -ln(1 - m) of each
+    step, summed and largest);
     tau_nats, tau_filtered_nats, model_entropy_mean, tempered_entropy_mean (nats), tempered_variance (about the
     request's own mean, 1 / (n - 1)) and tempered_target_mean_square (mean square about H*), in nats squared.
     """
@@ -67,6 +68,8 @@ def requests_table(raw: Mapping[str, npt.NDArray[Any]], target_nats: float) -> T
         "tpot_s": _ratio(raw["gap_sum_s"], (output - 1.0).astype(np.float64)),
         "gap_sum_s": raw["gap_sum_s"],
         "gap_max_s": raw["gap_max_s"],
+        "loss_nats": raw["loss_nats"],
+        "loss_max_nats": raw["loss_max_nats"],
         "tau_nats": raw["tau"],
         "tau_filtered_nats": raw["tau_filtered"],
         "entropy_tokens": n.astype(np.int64),

@@ -18,6 +18,7 @@ from array_api_compat import array_namespace, device, to_device
 
 from entropic_ctl.compiled import compiled, faster
 from entropic_ctl.errors import BadInputError
+from entropic_ctl.pruning import accountant
 from entropic_ctl.pruning.base import PruningLaw
 from entropic_ctl.scheduling.base import EntropySignals, ScheduleView, SchedulingPolicy
 from entropic_ctl.signals import Array, FloatArray, IntArray, LogitView, Tempered
@@ -46,7 +47,12 @@ class Policy:
     u : FloatArray, shape (slots,)
         The micro law's state of each request: ln T (``mirostat2``: mu, nats).
     theta : FloatArray, shape (slots,)
-        Information-loss budget of each request, nats.
+        Information-loss budget that the meso law asks for each request, nats; :attr:`budgets` are those in force.
+    spent, worst : FloatArray, shape (slots,)
+        Certified loss of each request so far: sum over its steps, and largest; see
+        :mod:`entropic_ctl.pruning.accountant`.
+    dense : bool
+        All budgets in force are 0 (:meth:`entropic_ctl.loop.Loop.stop_pruning`).
     active : bool array, shape (slots,)
     """
 
@@ -69,6 +75,9 @@ class Policy:
         self.u = np.zeros(slots)
         self.theta = np.zeros(slots)
         self.timer = np.zeros(slots, np.int64)
+        self.total_nats = float(pruning.config.total_nats)
+        self.spent, self.worst = np.zeros(slots), np.zeros(slots)
+        self.dense = False
         self.seen = np.zeros(slots, np.int64)
         self.active = np.zeros(slots, np.bool_)
         self.stats = np.zeros((slots, 6))
@@ -95,8 +104,32 @@ class Policy:
         self.active[slots] = False
 
     def _reset(self, slots: IntArray) -> None:
-        for column in (self.u, self.theta, self.timer, self.seen, self.stats, self._late, self._arrived):
+        loss = (self.spent, self.worst)
+        for column in (self.u, self.theta, self.timer, *loss, self.seen, self.stats, self._late, self._arrived):
             column[slots] = 0
+
+    @property
+    def budgets(self) -> FloatArray:
+        """Budgets in force, shape (slots,), nats: theta, or 0 where a step could exceed the request's limit."""
+        if self.dense:
+            return np.zeros_like(self.theta)
+        return accountant.allowed(self.theta, self.spent, self.total_nats) if self.total_nats else self.theta
+
+    def charge(self, slots: IntArray, theta: FloatArray, certificate: FloatArray) -> None:
+        """Book what a step cost these distinct requests.
+
+        Parameters
+        ----------
+        slots : IntArray, shape (R,)
+        theta : FloatArray, shape (R,)
+            Budgets the step ran under, nats.
+        certificate : FloatArray, shape (R,) or (0,)
+            Largest certified loss of each, nats; empty or NaN: not reported, charged at theta. So is every step with
+            an ``observation_lag``: its certificate would come too late for the next plan.
+        """
+        if certificate.shape[0] != theta.shape[0] or self.observation_lag:
+            certificate = theta
+        accountant.charge(self.spent, self.worst, slots, theta, certificate)
 
     def signals(self, slots: IntArray) -> EntropySignals:
         """Return what the macro policy may know of the model entropies, one entry per slot.

@@ -190,6 +190,8 @@ def _step(loop: Loop, event: dict[str, Any], report: ReplayReport, tolerance: fl
         report.largest_temperature_error = max(report.largest_temperature_error, error)
         if not error <= tolerance:
             raise _Different("temperature", event["temperature"], tempered.temperature.tolist())
+    elif kind == "stop_pruning":
+        loop.stop_pruning(event["why"])
     elif kind == "observe":
         result = _result(event["result"])
         report.tokens += int(result.token_ids.shape[0])

@@ -23,6 +23,7 @@ from entropic_ctl.compiled import ENABLED, compiled
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.loop import Loop
 from entropic_ctl.metrics import Metrics
+from entropic_ctl.pruning import accountant
 from entropic_ctl.pruning.laws import budget, off
 from entropic_ctl.signals import Finish, FinishReason, FloatArray, IntArray
 from entropic_ctl.temperature import feedback, fixed
@@ -76,6 +77,8 @@ class _Laws(NamedTuple):
     u: FloatArray
     theta: FloatArray
     timer: IntArray
+    spent: FloatArray
+    worst: FloatArray
     stats: FloatArray
     seen: IntArray
     micro: int
@@ -84,6 +87,7 @@ class _Laws(NamedTuple):
     meso: int
     budget: tuple[float, float, float, float, int]  # narrow, wide, entropy band, dwell
     weight: float  # of the reduction average
+    total: float  # limit on a request's loss, nats; 0: none
 
 
 class _World(NamedTuple):
@@ -215,9 +219,12 @@ def _run(
         if off_recorded:
             why = _OFF_RECORDED
             break
+        theta = laws.theta
+        if laws.total > 0.0:
+            theta = accountant.allowed_loop(laws.theta, laws.spent, laws.total)
         ok, plan = steady.seat_all_loop(
             live, (step, page, limits.budget, limits.chunk, limits.wait), s.ids, s.prompt, s.known, s.cached, s.greedy,
-            waits, s.held, s.table, s.stack, free, s.refs, laws.theta,
+            waits, s.held, s.table, s.stack, free, s.refs, theta,
         )  # fmt: skip
         if not ok:
             break
@@ -278,7 +285,9 @@ def _run(
                     tempered[i] = max(tempered[i] + shift, 0.0)
                 w.token[ids[i]] += 1
                 w.u[ids[i]] += trajectories.TEXT_WEIGHT * (log_t[i] - w.u[ids[i]])
-        # books: tokens, laws, accounts
+        # books: losses, tokens, laws, accounts
+        if pruning:
+            accountant.charge_loop(laws.spent, laws.worst, live, plan.theta, answer[3])
         for i in range(count):
             slot = live[i]
             s.cached[slot] = plan.context[i] + plan.n_tokens[i]
@@ -294,14 +303,14 @@ def _run(
             if laws.micro == _FEEDBACK:
                 laws.u[sampling] = feedback.linear_loop(laws.u[sampling], tempered, *laws.feedback)
             if laws.meso == _BUDGET:
-                theta, timer = budget.step_loop(laws.theta[sampling], laws.timer[sampling], model, *laws.budget)
-                laws.theta[sampling], laws.timer[sampling] = theta, timer
+                wider, timer = budget.step_loop(laws.theta[sampling], laws.timer[sampling], model, *laws.budget)
+                laws.theta[sampling], laws.timer[sampling] = wider, timer
             policy.count_loop(laws.stats, laws.seen, sampling, model, laws.weight)
             gap = accounts.book_tokens_loop(
                 sums, gaps, rows[token_rows[:n]], now_s, model, tempered, limits.target, limits.clock_weight
             )
             longest = max(longest, gap)
-        accounts.book_rows_loop(sums, rows, booked + done, start_s, now_s)
+        accounts.book_rows_loop(sums, rows, booked + done, start_s, now_s, answer[3])
         duration, used = now_s - start_s, float(pool - free)
         flops, kv_bytes = flops + more_flops, kv_bytes + more_bytes
         busy_s, energy_j = busy_s + duration, energy_j + joules
@@ -357,9 +366,10 @@ class Stretch:
         if isinstance(meso, budget.Budget):
             band = meso.constants
         self._laws = _Laws(
-            rules.u, rules.theta, rules.timer, rules.stats, rules.seen,
+            rules.u, rules.theta, rules.timer, rules.spent, rules.worst, rules.stats, rules.seen,
             _FEEDBACK if isinstance(micro, feedback.Feedback) else _FIXED, gains, bounds,
             _BUDGET if isinstance(meso, budget.Budget) else _OFF, band, rules.scheduling.config.reduction_weight,
+            rules.total_nats,
         )  # fmt: skip
         self._world = _World(*(*places.columns, *places.response.columns))
         self._limits = _Limits(
@@ -384,6 +394,7 @@ class Stretch:
         known = (
             rules.observation_lag == 0
             and not rules.always_greedy
+            and not rules.dense
             and (type(micro) is fixed.Fixed or (type(micro) is feedback.Feedback and micro.config.phi == "linear"))
             and type(rules.pruning) in (off.Off, budget.Budget)
         )

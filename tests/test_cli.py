@@ -83,7 +83,9 @@ def test_help_lists_every_command_and_each_explains_itself_with_an_example() -> 
     for command in (*commands, "bench"):
         assert f" {command} " in out
     for command in (
-        [(c,) for c in commands] + [("bench", b) for b in ("sim", "engine", "certificate")] + [("trace", "convert")]
+        [(c,) for c in commands]
+        + [("bench", b) for b in ("sim", "engine", "certificate", "theta")]
+        + [("trace", "convert")]
     ):
         status, out, _ = entropic(*command, "--help")
         assert status == 0

@@ -147,9 +147,10 @@ def test_accounts(seed: int) -> None:
         rows = rng.permutation(9)[: rng.integers(1, 10)]
         start, now = now, now + float(rng.exponential())
         tokens = (entropies(rng, rows.shape[0]), entropies(rng, rows.shape[0]))
+        nats = rng.random(rows.shape[0])
         both(accounts.book_tokens_loop, accounts._book_tokens_columns, sums, counts, rows, now, *tokens, target, 0.2)
-        both(accounts.book_rows_loop, accounts._book_rows_columns, sums, rows, step, start, now)
-        accounts._book_rows_columns(sums, rows, step, start, now)
+        both(accounts.book_rows_loop, accounts._book_rows_columns, sums, rows, step, start, now, nats)
+        accounts._book_rows_columns(sums, rows, step, start, now, nats)
         accounts._book_tokens_columns(sums, counts, rows, now, *tokens, target, 0.2)
 
 
@@ -239,6 +240,9 @@ def test_exponentials_differ_from_numpy_in_the_last_place_at_most() -> None:
     np.testing.assert_allclose(arrays.log(np.exp(x)), np.log(np.exp(x)), rtol=0, atol=9e-16)
 
 
+MESO = {"budget": {"law": "budget"}, "off": {"law": "off"}, "limited": {"law": "budget", "total_nats": 0.2}}
+
+
 def tables(result: replica.SimulationResult) -> list[dict[str, Any]]:
     return [result.requests, result.steps, {k: np.array([v], float) for k, v in result.summary.items()}]
 
@@ -247,7 +251,7 @@ def tables(result: replica.SimulationResult) -> list[dict[str, Any]]:
 @settings(max_examples=12)
 @given(
     st.sampled_from(["feedback", "fixed"]),
-    st.sampled_from(["budget", "off"]),
+    st.sampled_from(["budget", "off", "limited"]),
     st.sampled_from(["fcfs", "entropic"]),
     st.sampled_from([(400, 8), (60, 8), (40, 3)]),
     st.sampled_from([("poisson", 3.0), ("closed", 1.0), ("poisson", 0.3)]),
@@ -264,7 +268,7 @@ def test_a_stretch_leaves_what_single_steps_leave(
             "seed": seed,
             "workload": workload,
             "engine": {"pages": size[0], "max_batch": size[1], "prefill_chunk": 64, "max_batch_tokens": 96},
-            "loop": {"temperature": {"law": micro}, "pruning": {"law": meso}, "scheduling": {"policy": macro}},
+            "loop": {"temperature": {"law": micro}, "pruning": MESO[meso], "scheduling": {"policy": macro}},
         }
     )
     fast = replica.simulate(run, uncertified=True)
@@ -348,5 +352,5 @@ def test_dataclasses_of_laws_give_their_twins_all_parameters() -> None:
     }  # fmt: skip
     assert {f.name for f in dataclasses.fields(budget.Config)} == {
         "sink_pages", "recent_pages", "dense_layers", "selection", "theta_nats", "theta_wide_nats", "entropy_low_nats",
-        "entropy_high_nats", "widen_after",
+        "entropy_high_nats", "widen_after", "total_nats",
     }  # fmt: skip

@@ -75,7 +75,7 @@ def test_e11_s16_a_thousand_short_requests_leave_no_state() -> None:
     assert len(trace.finished) == 1000
     assert law.updates == sum(request.max_new_tokens for request in requests)
     policy, batcher = loop.policy, loop.batcher
-    for column in (policy.active, policy.u, policy.theta, policy.timer, policy.seen, policy.stats):
+    for column in (policy.active, policy.u, policy.theta, policy.timer, policy.seen, policy.stats, policy.spent):
         assert not column.any()
     assert not batcher.slots.slot_of
     assert not batcher.slots.hashes

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from entropic_ctl import fields
+from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import Array
 
 __all__ = ["PruningConfig", "PruningLaw"]
@@ -23,9 +24,20 @@ class PruningConfig:
     recent_pages: int = fields.integer(4, 1, 1024, "last pages always read, the one being written included")
     dense_layers: int = fields.integer(2, 0, 1024, "leading layers that are never pruned")
     selection: str = fields.choice("union", ("union", "group_mean"), "what a KV head keeps for its query heads")
+    total_nats: float = fields.number(
+        0.0, 0.0, 1e9, "most loss a request may spend, summed over its steps, then dense; 0: no limit"
+    )
 
     def __post_init__(self) -> None:
         fields.check(self)
+        if self.total_nats and self.selection != "union":
+            raise BadInputError(
+                "a limit on the total needs steps that stay within their budget",
+                field="total_nats",
+                value=self.total_nats,
+                allowed=f"0 with selection = {self.selection!r}: single heads may lose more than theta",
+                remedy="set selection = 'union'",
+            )
 
 
 class PruningLaw(Protocol):
