@@ -59,6 +59,7 @@ class Settings:
     needle_lengths: tuple[int, ...] = (512, 1024, 2048)
     depths: tuple[float, ...] = fields.numbers((0.0, 0.25, 0.5, 0.75, 1.0), 0.0, 1.0, "where the needle stands")
     needles: int = fields.integer(2, 1, 10_000, "needles at each depth of each length")
+    fit_lengths: bool = fields.flag(False, "leave out lengths beyond the model's context in place of refusing them")
     seed: int = fields.integer(0, 0, 2**63 - 1, "of numbers, sampling and bootstrap")
 
     def __post_init__(self) -> None:
@@ -210,6 +211,7 @@ class _Plan:
         if model.tokenizer is None:
             raise BadInputError("the model has no tokenizer", where=model.name, remedy="evaluation needs text")
         self.notes: list[str] = []
+        self._fit = settings.fit_lengths
         self.texts: list[list[int]] = []
         self.filler: list[list[int]] = []
         self.contexts: list[int] = []
@@ -217,11 +219,11 @@ class _Plan:
         self.prompts: tuple[Prompt, ...] = ()
         if "long" in settings.tasks:
             more = settings.positions + 1
-            self.contexts = whole_pages(model, settings.contexts, more, page_tokens, "contexts")
+            self.contexts = self._lengths(model, settings.contexts, more, page_tokens, "contexts")
             self.texts = long_texts(model, self.contexts[-1] + more, settings.texts, text)
             self._fewer("long texts", len(self.texts), settings.texts)
         if "needle" in settings.tasks:
-            self.lengths = whole_pages(model, settings.needle_lengths, _NEEDLE_TOKENS, page_tokens, "needle_lengths")
+            self.lengths = self._lengths(model, settings.needle_lengths, _NEEDLE_TOKENS, page_tokens, "needle_lengths")
             self.filler = long_texts(model, self.lengths[-1], settings.needles, text)
             self._fewer("needles at each place", len(self.filler), settings.needles)
         if "texts" in settings.tasks:
@@ -231,6 +233,12 @@ class _Plan:
                 pieces = long_texts(model, settings.prompt_tokens, settings.prompts, text)
                 self._fewer("prompts", len(pieces), settings.prompts)
                 self.prompts = document_prompts(model, pieces)
+
+    def _lengths(self, model: LoadedModel, wanted: Sequence[int], more: int, page: int, field: str) -> list[int]:
+        found = whole_pages(model, wanted, more, page, field, fit=self._fit)
+        if max(wanted) >= found[-1] + page:
+            self.notes.append(f"{field.replace('_', ' ')} end at {found[-1]:,}: the model's context")
+        return found
 
     def _fewer(self, what: str, found: int, wanted: int) -> None:
         if found < wanted:

@@ -4,14 +4,13 @@ The text before a stretch is prefilled exactly, once for all arms (pages that be
 stretches). The stretch itself is decoded token by token, so pruning acts as in a running engine: each arm writes its
 own keys and values, and its laws (budget, temperature) see its own entropies. Losses therefore accumulate along the
 stretch; they are not those of single steps over an exact cache. The laws start anew where the stretch starts.
-Batches have one shape in all arms but the control's: at budget 0 an arm equals dense bit for bit.
+Batches have one shape in all arms: at budget 0 an arm equals dense bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -136,11 +135,8 @@ class _Decoder:
 
     def step(self, step: int, rows: IntArray) -> tuple[Tensor, FloatArray, dict[str, FloatArray]]:
         """Decode token ``step`` of these rows; return raw logits (n, V), temperatures (n,) and columns (n,)."""
-        halves = np.array_split(rows, 2) if self.arm.split and rows.size > 1 else [rows]
         theta = self.policy.theta[rows]
-        parts = [self._run(step, half) for half in halves]
-        logits = torch.cat([part[0] for part in parts])
-        kept, certificate = (np.concatenate([part[i] for part in parts]) for i in (1, 2))
+        logits, kept, certificate = self._run(step, rows)
         view = TorchLogitView(logits)
         greedy = np.zeros(rows.size, np.bool_)
         tempered = self.policy.temper(rows, greedy, view)
@@ -212,8 +208,8 @@ def decode_forced(
         arm), both at temperature 1; ``nll_tempered`` and ``kl_tempered`` are the same at each arm's own temperature
         (what would be sampled from); ``entropy`` the model entropy; ``temperature``; ``theta`` the budget in force;
         ``kept`` the share of pages read; ``certificate`` the largest certified -ln(1 - m); all in nats but for
-        temperature and share. ``hit`` is 1 where the most likely token is the next one, ``agrees`` where it is the first
-        arm's most likely one.
+        temperature and share. ``hit`` is 1 where the most likely token is the next one, ``agrees`` where it is the
+        first arm's most likely one.
 
     Raises
     ------

@@ -86,13 +86,13 @@ def block_statistic(
 
 
 def item_statistic(
-    statistic: Callable[[IntArray], float], items: int, *, draws: int = 2000, seed: int = 0, level: float = LEVEL
+    statistic: Callable[[IntArray], FloatArray], items: int, *, draws: int = 2000, seed: int = 0, level: float = LEVEL
 ) -> Interval:
     """Return a statistic of all items, with an interval from resampling items.
 
     Parameters
     ----------
-    statistic : callable(index) -> float
+    statistic : callable((..., items) index) -> (...) array
         Of the items at ``index`` (with repetitions); NaN where it is undefined, such draws are left out.
     items : int
         How many there are, at least 1.
@@ -111,20 +111,22 @@ def item_statistic(
     if items == 1:
         return Interval(value, float("nan"), float("nan"))
     picks = np.random.default_rng([seed, 2]).integers(items, size=(draws, items))
-    return _ends(value, np.array([statistic(pick) for pick in picks], np.float64), level)
+    return _ends(value, statistic(picks), level)
 
 
-def mean_of(values: FloatArray) -> Callable[[IntArray], float]:
-    """Return a function from indices to the mean there, NaN left out.
+def mean_of(values: FloatArray) -> Callable[[IntArray], FloatArray]:
+    """Return a function from indices (..., n) to the means (...) of the values there, NaN left out.
 
     Parameters
     ----------
     values : FloatArray, shape (n,)
     """
     known = np.isfinite(values)
+    filled = np.where(known, values, 0.0)
 
-    def mean(index: IntArray) -> float:
-        use = index[known[index]]
-        return float(values[use].mean()) if use.size else float("nan")
+    def mean(index: IntArray) -> FloatArray:
+        count = known[index].sum(axis=-1)
+        total = filled[index].sum(axis=-1)
+        return np.asarray(np.where(count > 0, total / np.maximum(count, 1), np.nan))
 
     return mean

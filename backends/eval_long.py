@@ -20,7 +20,9 @@ from entropic_ctl.errors import BadInputError
 __all__ = ["long_texts", "measure_long_text", "read_text", "whole_pages"]
 
 
-def whole_pages(model: LoadedModel, lengths: Sequence[int], more: int, page_tokens: int, field: str) -> list[int]:
+def whole_pages(
+    model: LoadedModel, lengths: Sequence[int], more: int, page_tokens: int, field: str, *, fit: bool = False
+) -> list[int]:
     """Return increasing context lengths, each cut to whole pages (one at least), after a check against the model.
 
     Parameters
@@ -33,6 +35,8 @@ def whole_pages(model: LoadedModel, lengths: Sequence[int], more: int, page_toke
     page_tokens : int
     field : str
         What the lengths are called, for errors.
+    fit : bool
+        Leave out what does not fit the model, as long as something does.
 
     Raises
     ------
@@ -42,6 +46,8 @@ def whole_pages(model: LoadedModel, lengths: Sequence[int], more: int, page_toke
     if not lengths or min(lengths) < 1:
         raise BadInputError("no lengths", field=field, value=list(lengths), allowed="one or more positive integers")
     found = sorted({max(page_tokens, length - length % page_tokens) for length in lengths})
+    if fit and found[0] + more <= model.max_context:
+        found = [length for length in found if length + more <= model.max_context]
     if found[-1] + more > model.max_context:
         raise BadInputError(
             f"with {more} tokens to decode this is beyond the model's context",

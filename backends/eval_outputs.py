@@ -27,7 +27,7 @@ from entropic_ctl.signals import FinishReason
 __all__ = ["MODES", "compare_outputs", "document_prompts", "write_outputs"]
 
 MODES = ("greedy", "sampled")
-_ROWS = 8  # of the engine's batch; the control takes another number
+_ROWS = 8
 _CHUNK = 256
 
 
@@ -127,7 +127,7 @@ def _engine(
     limits = dataclasses.replace(
         config.engine,
         pages=(2 * prompts + 1) * -(-(tokens + page) // page),
-        max_batch=_ROWS // 2 + 1 if arm.split else _ROWS,
+        max_batch=_ROWS,
         max_batch_tokens=2 * _CHUNK,
         prefill_chunk=_CHUNK,
         max_live=2 * prompts,

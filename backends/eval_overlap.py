@@ -7,6 +7,7 @@ every word of every script and every other visible character counts, in lower ca
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from entropic_ctl.errors import BadInputError
-from entropic_ctl.signals import IntArray
+from entropic_ctl.signals import FloatArray, IntArray
 
 __all__ = ["corpus_bleu", "first_difference", "require_metrics", "rouge_l", "sentence_bleu"]
 
@@ -28,8 +29,8 @@ def require_metrics() -> None:
         Naming what is absent and the extra that brings it.
     """
     try:
-        import rouge_score.rouge_scorer
-        import sacrebleu  # noqa: F401 - is everything there, before minutes of work?
+        for name in ("rouge_score.rouge_scorer", "sacrebleu.metrics"):
+            importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise BadInputError(
             f"comparing texts needs the package {(error.name or '').split('.')[0]!r}, which is not installed",
@@ -69,8 +70,8 @@ def sentence_bleu(text: str, reference: str) -> float:
     return float(_bleu(effective_order=True).sentence_score(text, [reference]).score)
 
 
-def corpus_bleu(texts: Sequence[str], references: Sequence[str]) -> Callable[[IntArray], float]:
-    """Return a function from the indices of some texts to their BLEU as one corpus, in [0, 100].
+def corpus_bleu(texts: Sequence[str], references: Sequence[str]) -> Callable[[IntArray], FloatArray]:
+    """Return a function from the indices (..., n) of some texts to their BLEU (...) as one corpus, in [0, 100].
 
     Counts are taken once per text, so that a bootstrap costs sums only. Orders that no text of the corpus has are left
     out; blank pairs are equal and add nothing.
@@ -85,12 +86,15 @@ def corpus_bleu(texts: Sequence[str], references: Sequence[str]) -> Callable[[In
     table = np.array([[part.sys_len, part.ref_len, *part.counts, *part.totals] for part in parts], np.int64)
     orders = len(parts[0].counts)
 
-    def score(index: IntArray) -> float:
-        sums = table[index].sum(axis=0).tolist()
+    def one(sums: list[int]) -> float:
         if not any(sums[:2]):
             return 100.0
         correct, total = sums[2 : 2 + orders], sums[2 + orders :]
         return float(metric.compute_bleu(correct, total, sums[0], sums[1], effective_order=True).score)
+
+    def score(index: IntArray) -> FloatArray:
+        sums = table[index].sum(axis=-2)
+        return np.array([one(row) for row in sums.reshape(-1, sums.shape[-1]).tolist()]).reshape(sums.shape[:-1])
 
     return score
 

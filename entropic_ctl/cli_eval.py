@@ -59,7 +59,7 @@ def evaluate(
 
     Teacher-forced KL, NLL and perplexity on long text by context; ROUGE-L, BLEU and exact match of greedy texts;
     self-repetition; retrieval of a hidden number by depth and length. Every arm sees the same texts, prompts and seeds,
-    every comparison has an interval, and dense against itself in other batches shows what is mere rounding. Writes
+    every comparison has an interval, and a budget of 1e-06 nats shows what is mere rounding. Writes
     `summary`, `positions`, `texts` and `needles` as tables, `quality.png` and `needle.png`. Finished parts are kept in
     DIR.parts until DIR is written: after an interrupt the same command with `--resume` goes on.
 

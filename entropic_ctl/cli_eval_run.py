@@ -31,7 +31,7 @@ _OPTIONS = {
     "theta": "--theta",
 }
 _SHOWN = {
-    "long text": ("kept", "kl", "kl_p99", "nll", "perplexity", "agrees", "nll_tempered", "temperature"),
+    "long text": ("kept", "kl", "kl_p99", "nll", "perplexity", "agrees", "nll_tempered", "kl_tempered", "temperature"),
     "texts": ("kept", "exact", "rouge_l", "bleu", "repeated_4", "distinct_2", "longest_repeat"),
     "needle": ("kept", "retrieved", "log_p"),
 }
@@ -61,7 +61,8 @@ def evaluate(
     harness, building = cli_run.need("backends.eval", "eval"), cli_run.need("backends.eval_arms", "eval")
     thetas = list(theta or (() if config_file is not None else _THETAS))
     with _named():
-        settings = harness.Settings(seed=config.seed)
+        own_lengths = bool(wanted["contexts"] or wanted["needle_lengths"])
+        settings = harness.Settings(seed=config.seed, fit_lengths=not own_lengths)
         settings = harness.quick(settings) if quick else settings
         given = {name: tuple(value) if isinstance(value, list) else value for name, value in wanted.items() if value}
         given |= {name: value for name, value in wanted.items() if value == 0}  # refused by its own range
@@ -166,31 +167,30 @@ def _rows(table: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _show(rows: list[dict[str, Any]], arms: list[str]) -> None:
-    """Print one table: metrics down, arms across, differences to dense with their intervals below the values."""
+    """Print one table: metrics down, arms across, below each value its interval or, where dense has one, the change."""
     table = Table(title="quality against dense attention, 95% intervals", title_justify="left", box=None)
-    table.add_column("", overflow="fold")
+    table.add_column("")
     for arm in arms:
-        table.add_column(arm, justify="right", overflow="fold")
+        table.add_column(arm, justify="right")
     at = {(row["task"], row["metric"], row["group"], row["arm"]): row for row in rows}
     for task, metrics in _SHOWN.items():
-        groups = list(dict.fromkeys(row["group"] for row in rows if row["task"] == task))
-        for group in groups:
-            if group.startswith(("context", "length", "depth")) and task != "needle":
-                continue
-            lines = [(metric, [_cell(at.get((task, metric, group, arm))) for arm in arms]) for metric in metrics]
-            table.add_row(f"{task}, {group}", style="bold")
-            for metric, cells in lines:
+        groups = dict.fromkeys(row["group"] for row in rows if row["task"] == task)
+        for group in (group for group in groups if not group.startswith(("context", "length", "depth"))):
+            table.add_row(task if group == "all" else f"{group} {task}", style="bold")
+            for metric in metrics:
+                cells = [_cell(at.get((task, metric, group, arm))) for arm in arms]
                 if any(cells):
                     table.add_row(f"  {metric}", *cells)
     console().print(table)
 
 
 def _cell(row: dict[str, Any] | None) -> str:
-    if row is None or row["value"] is None:
+    if row is None or math.isnan(row["value"]):
         return ""
     shown = f"{row['value']:.4g}"
-    if math.isfinite(row["low"]) and row["low"] != row["high"]:
-        shown += f" [{row['low']:.2g}, {row['high']:.2g}]"
-    if math.isfinite(row["difference"]) and row["difference"] != 0:
-        shown += f"\n{row['difference']:+.2g} [{row['difference_low']:+.2g}, {row['difference_high']:+.2g}]"
-    return shown
+    if row["arm"] == "dense":
+        return shown
+    if math.isfinite(row["difference_low"]):
+        change = [row[name] for name in ("difference", "difference_low", "difference_high")]
+        return f"{shown}\n{change[0]:+.2g} [{change[1]:+.2g}, {change[2]:+.2g}]" if any(change) else f"{shown}\n="
+    return f"{shown}\n[{row['low']:.2g}, {row['high']:.2g}]" if math.isfinite(row["low"]) else shown

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import PercentFormatter
 
 from figures import style
 from figures.pruning_cost import whole_decades
@@ -17,7 +16,7 @@ __all__ = ["draw", "draw_needles"]
 
 NEEDS = ("task", "metric", "group", "arm", "value", "low", "high", "difference", "difference_low", "difference_high")
 NEEDLE_NEEDS = ("arm", "length", "depth", "retrieved", "log_p")
-_DENSE, _CONTROL = "dense", "dense again"
+_DENSE, _CONTROL = "dense", "rounding"
 _FLOOR = 1e-12
 _LIKENESS = (("exact", "same text", 1.0), ("rouge_l", "ROUGE-L", 1.0), ("bleu", "BLEU / 100", 100.0))
 _REPEATS = (
@@ -204,7 +203,7 @@ def draw_needles(
                 axis.text(j, i, f"{100 * found[i, j]:.0f}%", ha="center", va="center", fontsize=8.5,
                           color="white" if dark else "black")  # fmt: skip
             axis.set_xticks(range(lengths.size), [f"{length:,.0f}" for length in lengths])
-            axis.set_yticks(range(depths.size), [PercentFormatter(1.0, decimals=0)(depth) for depth in depths])
+            axis.set_yticks(range(depths.size), [f"{100 * depth:.0f}%" for depth in depths])
             axis.grid(visible=False)
             axis.set_xlabel("text (tokens)")
         axes[0].set_ylabel("depth of the needle")
