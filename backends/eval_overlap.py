@@ -90,7 +90,8 @@ def corpus_bleu(texts: Sequence[str], references: Sequence[str]) -> Callable[[In
         if not any(sums[:2]):
             return 100.0
         correct, total = sums[2 : 2 + orders], sums[2 + orders :]
-        return float(metric.compute_bleu(correct, total, sums[0], sums[1], effective_order=True).score)
+        options = {"smooth_method": metric.smooth_method, "effective_order": True}
+        return float(metric.compute_bleu(correct, total, sums[0], sums[1], **options).score)
 
     def score(index: IntArray) -> FloatArray:
         sums = table[index].sum(axis=-2)
