@@ -149,7 +149,7 @@ SMALL = Settings(
     prompt_tokens=150,
     new_tokens=10,
     needle_lengths=(192,),
-    depths=(0.0, 1.0),
+    depths=(1.0,),
     needles=2,
 )
 
