@@ -81,7 +81,7 @@ def quick(settings: Settings) -> Settings:
         block=8,
         prompts=4,
         prompt_tokens=192,
-        new_tokens=24,
+        new_tokens=16,
         needle_lengths=(256, 512),
         depths=(0.0, 0.5, 1.0),
         needles=1,
