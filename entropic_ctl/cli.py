@@ -23,6 +23,7 @@ from entropic_ctl import (
     __version__,
     cli_cluster,
     cli_entropy,
+    cli_eval,
     cli_identify,
     cli_proofs,
     cli_speculation,
@@ -344,6 +345,7 @@ def bench_certificate(
 # Further commands, one module per group; each has ``register(app)``.
 cli_cluster.register(app)
 cli_entropy.register(app)
+cli_eval.register(app)
 cli_identify.register(app)
 cli_proofs.register(app)
 cli_speculation.register(bench_app)

@@ -78,6 +78,7 @@ def test_help_lists_every_command_and_each_explains_itself_with_an_example() -> 
         "phase",
         "replay",
         "repro",
+        "eval",
         "workload",
     )
     for command in (*commands, "bench"):
@@ -106,6 +107,7 @@ def test_every_measuring_command_takes_json() -> None:
         "phase",
         "replay",
         "repro",
+        "eval",
         "bench sim",
     ):
         assert "--json" in entropic(*command.split(), "--help")[1]

@@ -13,7 +13,7 @@ from entropic_ctl.errors import BadInputError
 
 pytest.importorskip("matplotlib")
 
-from figures import ablation, generation, phase, pruning_cost, style, workload
+from figures import ablation, generation, phase, pruning_cost, quality, style, workload
 from paper_repro import claims, experiments
 
 METRICS = {"latency": "latency (lower is better)", "throughput": "throughput (higher is better)"}
@@ -182,3 +182,15 @@ def test_workloads_that_start_at_one_moment_or_wait_for_others_can_be_drawn(tmp_
     for name, times in (("burst", np.zeros(50)), ("closed", np.where(np.arange(50) < 3, np.arange(50.0), np.nan))):
         workload.draw({**table, "arrival_s": times}, tmp_path / f"{name}.png")
     assert (tmp_path / "burst.png").read_bytes() != (tmp_path / "closed.png").read_bytes()
+
+
+def test_quality_draws_the_tasks_there_are_and_names_a_missing_column(tmp_path: Path) -> None:
+    rows = [("needle", "log_p", f"length {n}", arm, -1.0, -2.0, -0.5, d, d - 0.1, np.nan)
+            for n in (256, 512) for arm, d in (("dense", 0.0), ("theta 0.1", -0.2))]  # fmt: skip
+    summary = dict(zip(quality.NEEDS, map(np.array, zip(*rows, strict=True)), strict=True))
+    quality.draw(summary, tmp_path / "q.png")
+    assert (tmp_path / "q.png").stat().st_size > 5000
+    del summary["low"]
+    with pytest.raises(BadInputError, match="low: column missing"):
+        quality.draw(summary, tmp_path / "other.png")
+    assert not (tmp_path / "other.png").exists()
