@@ -26,7 +26,7 @@ from backends.flops import step_flops
 from backends.jobs import Job, OnText, Output, new_job
 from backends.kv_cache import PagedKVCache
 from backends.models import LoadedModel
-from backends.sampling import SamplingParams, kernels, process, sample, to_host
+from backends.sampling import SamplingParams, TorchLogitView, kernels, process, sample, to_host
 from backends.verification import Positions, drafted_plan
 from entropic_ctl.certificates import Verdict
 from entropic_ctl.config import RunConfig

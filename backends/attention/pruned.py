@@ -178,7 +178,9 @@ def pruned_decode(
     n_fixed = rows.n_pages - rows.n_candidates
     share = (n_fixed + kept.sum(axis=2).mean(axis=1)) / rows.n_pages
     read = rows.fixed_tokens + cache.page_tokens * kept.sum(axis=2).mean(axis=1)
-    error = output_errors(paged, layer, state.out.flatten(1, 2), kept=kept, mass=mass) if paged.want_output_error else None
+    error = (
+        output_errors(paged, layer, state.out.flatten(1, 2), kept=kept, mass=mass) if paged.want_output_error else None
+    )
     paged.record_pruned(share, mass, read, error)
     if paged.audit:
         audit_rows(paged, layer, query, scoring, kept=kept, mass=mass)
