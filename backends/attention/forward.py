@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from backends.attention.batch import PagedBatch
+from backends.attention.batch import RUNNING, PagedBatch
 from backends.attention.pruned import pruned_decode
 from backends.attention.reference import Scoring, State, attend, visible, window_pages, with_sink
 from backends.attention.rows import Row
@@ -62,6 +62,7 @@ def paged_attention(
         Its ``layer_idx`` chooses the layer of the cache.
     query : tensor, shape (1, H, T, D)
     key, value : tensor, shape (1, n_kv_heads, T, D)
+        Values may be smaller than keys.
     attention_mask : None
         Causality follows from the positions in ``paged``.
     paged : PagedBatch
@@ -72,24 +73,26 @@ def paged_attention(
 
     Returns
     -------
-    tensor, shape (1, T, H, D), and None
+    tensor, shape (1, T, H, D of the values), and None
 
     Raises
     ------
     BadInputError
         If ``paged`` is missing, head counts do not divide, or the model asks for something unsupported.
     """
+    paged = RUNNING.get() if paged is None else paged
     if paged is None:
         raise BadInputError(
             "the paged attention was called without its batch",
             where=NAME,
             field="paged",
-            remedy="call the model with paged=PagedBatch.from_plan(...) and use_cache=False; a decoder that "
-            "was, and does not pass the batch on to its attention, is not supported",
+            remedy="call PagedBatch.run, or the model with paged=PagedBatch.from_plan(...) and use_cache=False",
         )
     _refuse(attention_mask, dropout, kwargs)
     layer, cache = int(module.layer_idx), paged.cache
     heads_per_group(query.shape[1], key.shape[1])
+    value_dim = value.shape[-1]  # latent attention has smaller values than keys: zeros fill the cache's slots
+    value = pad(value, (0, key.shape[-1] - value_dim)) if value_dim < key.shape[-1] else value
     if key.shape[1:] != (cache.n_kv_heads, paged.n_tokens, cache.head_dim) or value.shape != key.shape:
         raise BadInputError(
             "keys or values do not fit the cache",
@@ -111,7 +114,7 @@ def paged_attention(
     if prunes and any(row.theta_nats > 0.0 for row in paged.rows):
         at = paged.pruned.tokens
         out[at] = pruned_decode(paged, layer, query[0].transpose(0, 1)[at], scoring, s_aux=s_aux)
-    return out.unsqueeze(0), None
+    return out[..., :value_dim].unsqueeze(0), None
 
 
 def _refuse(attention_mask: torch.Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:
