@@ -119,6 +119,8 @@ class Engine:
         self._clock, self._sleep, self._probe = clock, sleep, probe
         self._origin = clock()
         self._idle_steps = 0
+        self._stepping = False
+        self._ending: set[int] = set()  # cancelled by a callback while a step runs
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -179,7 +181,9 @@ class Engine:
         return number
 
     def cancel(self, request_id: int, *, on_text: OnText | None = None) -> bool:
-        """End a request now, free its pages, and return whether it was there.
+        """End a request, free its pages, and return whether it was there.
+
+        From a callback inside a step it takes no more tokens and no more text, and leaves at the end of that step.
 
         Parameters
         ----------
@@ -187,8 +191,11 @@ class Engine:
         on_text : callable(id, text), optional
             Called with the text that was held back, which cancelling makes certain.
         """
-        if request_id not in self._jobs:
+        if request_id not in self._jobs or request_id in self._ending:
             return False
+        if self._stepping:
+            self._ending.add(request_id)
+            return True
         if self.loop.cancel(request_id) and self.metrics is not None:
             self.metrics.cancelled(request_id, self.now())
         self._leave(Finish(request_id, FinishReason.CANCELLED), on_text)
@@ -229,13 +236,18 @@ class Engine:
                 self._refuse(finish, on_text)
             self._wait(now)
             return None
-        self._idle_steps = 0
-        result = self._execute(plan, on_text)
-        finished = self.loop.observe(result)
-        if self.metrics is not None:
-            self.metrics.step(plan, result, finished)
-        for finish in (*plan.rejected, *finished):
-            self._leave(finish, on_text)
+        self._idle_steps, self._stepping = 0, True
+        try:
+            result = self._execute(plan, on_text)
+            finished = self.loop.observe(result)
+            if self.metrics is not None:
+                self.metrics.step(plan, result, finished)
+            for finish in (*plan.rejected, *finished):
+                self._leave(finish, on_text)
+        finally:
+            self._stepping = False
+        while self._ending:
+            self.cancel(self._ending.pop(), on_text=on_text)
         return result
 
     def _arrivals(self, on_text: OnText | None) -> float:
@@ -356,11 +368,19 @@ class Engine:
             Finish(picked[i].request.id, FinishReason.EMPTY_SUPPORT, "no token has a finite logit")
             for i in np.flatnonzero(~alive)
         ]
-        now = self.now() if good.size else 0.0
-        for i, token in zip(good, tokens.tolist(), strict=True):
+        now, taken = self.now() if good.size else 0.0, np.ones(good.size, np.bool_)
+        for k, (i, token) in enumerate(zip(good, tokens.tolist(), strict=True)):
+            if picked[i].request.id in self._ending:  # by the text of a row before it
+                taken[k] = False
+                continue
             reason = picked[i].accept(token, now, self.model.eos_ids, on_text)
             if reason is not None:
                 finished.append(Finish(picked[i].request.id, reason))
+        if self._ending:
+            gone = [number for number in plan.ids.tolist() if number in self._ending]
+            finished = [finish for finish in finished if finish.id not in self._ending]
+            finished += [Finish(number, FinishReason.CANCELLED) for number in gone]
+            good, tokens = good[taken], tokens[taken]
         columns = {
             "temperature": tempered.temperature[good],
             "model_entropy": tempered.model_entropy[good],

@@ -145,7 +145,7 @@ def _dense(
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
     """Exact causal attention of one row, (H, n, D) -> (H, n, D); float32 accumulation."""
-    cache, n, scale = paged.cache, row.stop - row.start, scoring.scale
+    cache, n = paged.cache, row.stop - row.start
     size, table, length = cache.page_tokens, row.table, row.length
     mask: torch.Tensor | None = None
     if window is not None and n == 1:
@@ -158,10 +158,31 @@ def _dense(
         mask = visible(row.context, n, query.device, window, paged.sink_tokens)
     k, v = gather(cache.k[layer], table, length), gather(cache.v[layer], table, length)
     paged.record_dense(length)
-    n_heads, dim = query.shape[0], query.shape[2]
-    group = n_heads // cache.n_kv_heads
+    if n == 1 or all(bool(x[:, row.context :].isfinite().all()) for x in (k, v)):
+        return _exact(query, k, v, scoring, mask, causal=n > 1 and row.context == 0 and window is None, s_aux=s_aux)
+    # Later tokens of the chunk are masked, and 0 * NaN is NaN: a bad one would spoil pages that others may share.
+    bad = ~(k.isfinite() & v.isfinite()).all(dim=-1).all(dim=0)
+    k, v = (x.masked_fill(bad[None, :, None], 0.0) for x in (k, v))
+    seen = visible(row.context, n, query.device, window, paged.sink_tokens) & bad
+    out = _exact(query, k, v, scoring, mask, causal=False, s_aux=s_aux)
+    return out.masked_fill(seen.any(dim=-1)[None, :, None], torch.nan)
+
+
+def _exact(
+    query: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scoring: Scoring,
+    mask: torch.Tensor | None,
+    *,
+    causal: bool,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of (H, n, D) queries over gathered (n_kv_heads, T, D) tokens where ``mask`` (n, T) is true."""
+    (n_heads, n, dim), scale = query.shape, scoring.scale
+    group = n_heads // k.shape[0]
     if scoring.softcap is None and s_aux is None:
-        if n > 1 and row.context == 0 and window is None:
+        if causal:
             o = scaled_dot_product_attention(
                 query[None],
                 k[None].to(query.dtype),
@@ -174,11 +195,11 @@ def _dense(
             k, v = (x.to(query.dtype).repeat_interleave(group, dim=0)[None] for x in (k, v))
             o = scaled_dot_product_attention(query[None], k, v, attn_mask=mask, scale=scale)[0]
         else:  # the query heads of a group as queries of their KV head
-            q = query.reshape(1, cache.n_kv_heads, group, dim)
+            q = query.reshape(1, k.shape[0], group, dim)
             o = scaled_dot_product_attention(q, k[None].to(q.dtype), v[None].to(q.dtype), attn_mask=mask, scale=scale)
             o = o.reshape(n_heads, 1, dim)
         return o
-    grouped = query.reshape(cache.n_kv_heads, group * n, dim)
+    grouped = query.reshape(k.shape[0], group * n, dim)
     if mask is not None:
         mask = mask.repeat(group, 1)  # (group * n, T): query heads outer, tokens inner
     state = attend(grouped, k, v, scoring, mask)
