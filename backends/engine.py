@@ -18,6 +18,7 @@ from torch import Tensor
 
 from backends.attention import PagedBatch, register
 from backends.audit import AuditTable, kl_nats
+from backends.energy import Counters, EnergyMeter, counters
 from backends.flops import step_flops
 from backends.jobs import Job, OnText, Output, new_job
 from backends.kv_cache import PagedKVCache
@@ -52,6 +53,8 @@ class Engine:
         Seconds now; wait that many seconds. The engine's time 0 is its construction, audits are left out.
     probe : callable(plan, rows, logits), optional
         Shown the raw logits (M, n) of the sampling rows of every step (``rows`` index the plan).
+    energy : EnergyMeter, optional
+        Default: the machine's counters, read once per step if ``metrics`` are kept (audits are left in).
 
     Raises
     ------
@@ -74,6 +77,7 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
         probe: Probe | None = None,
+        energy: EnergyMeter | None = None,
     ) -> None:
         if config.speculation.draft_tokens:
             raise BadInputError(
@@ -118,6 +122,7 @@ class Engine:
         self._next_id = 0
         self._clock, self._sleep, self._probe = clock, sleep, probe
         self._origin = clock()
+        self.energy = energy or EnergyMeter(Counters() if metrics is None else counters())
         self._idle_steps = 0
         self._stepping = False
         self._ending: set[int] = set()  # cancelled by a callback while a step runs
@@ -237,6 +242,7 @@ class Engine:
             self._wait(now)
             return None
         self._idle_steps, self._stepping = 0, True
+        self.energy.lap()  # what was drawn between steps is nobody's
         try:
             result = self._execute(plan, on_text)
             finished = self.loop.observe(result)
@@ -314,6 +320,7 @@ class Engine:
             kv_bytes=float(statistics.kv_bytes),
             flops=step_flops(self.model, plan, kept, statistics.pruned_layers),
             finished=tuple(finished),
+            energy_j=self.energy.lap(),
         )
 
     def _pack(self, plan: StepPlan, jobs: list[Job]) -> Tensor:
