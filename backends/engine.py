@@ -372,7 +372,7 @@ class Engine:
             [len(picked[i].output.token_ids) for i in good],
         )
         finished = [
-            Finish(picked[i].request.id, FinishReason.EMPTY_SUPPORT, "no token has a finite logit")
+            Finish(picked[i].request.id, FinishReason.EMPTY_SUPPORT, "no finite logit, or one that is NaN or +inf")
             for i in np.flatnonzero(~alive)
         ]
         now, taken = self.now() if good.size else 0.0, np.ones(good.size, np.bool_)

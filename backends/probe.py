@@ -146,8 +146,11 @@ def attention_facts(model: Any, name: str) -> tuple[AttentionFacts, dict[str, in
     elif getattr(model, "_is_stateful", False):
         problem = "layers with a recurrent state, which the paged cache does not hold"
     else:
-        seen = _run_one_token(model)
-        problem = _problem(seen, int(getattr(model.config, "num_hidden_layers", 0) or 0))
+        try:
+            seen = _run_one_token(model)
+            problem = _problem(seen, int(getattr(model.config, "num_hidden_layers", 0) or 0))
+        except Exception as error:  # noqa: BLE001 - models raise anything
+            problem = f"it does not run on one token: {' '.join(str(error).split())[:300] or type(error).__name__}"
     if problem is not None:
         raise BadInputError(
             f"unsupported decoder: {problem}",

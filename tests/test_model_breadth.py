@@ -204,6 +204,14 @@ def test_a_layer_that_bypasses_the_paged_attention_is_an_error() -> None:
         engine.run()
 
 
+def test_a_decoder_that_does_not_run_is_refused_with_its_own_words() -> None:
+    network = tiny_llama()
+    network.model.layers[0].mlp.forward = lambda _: torch.ones(1) @ torch.ones(2)
+    with pytest.raises(BadInputError, match="does not run on one token: inconsistent tensor size"):
+        models.wrap(network, None)
+    assert network.config._attn_implementation == "sdpa"
+
+
 def test_looking_at_a_model_changes_nothing_in_it() -> None:
     network = build("Mixtral", RUNS["Mixtral"])
     network.set_attn_implementation("eager")
