@@ -7,7 +7,7 @@ and values of whole pages are; stop strings, allowed sets, penalties, greedy and
 
 Tolerance. A row's float32 logits depend on its company in their last bits only (sums in another order, here below
 2e-5), so a finished text equals that of the request alone, token for token, except from a token on whose choice flips
-under changes of ``NEAR`` in the logits. With these seeds there is no such token. Under pruning, rounding may also flip
+under changes of ``NEAR`` in the logits. With these seeds no text parts at all. Under pruning, rounding may also flip
 the choice of a page, which moves logits by what the budget allows: there one text in a hundred may part. And a request
 preempted under pruning is recomputed exactly, so its cache differs from the pruned steps it redoes: it is compared up
 to its first preemption.
@@ -195,7 +195,7 @@ def test_a_thousand_mixed_requests_end_as_they_do_alone(model: models.LoadedMode
     assert engine.paused > 20
     assert engine.loop.batcher.pages.pool.remembered_pages > 0
     assert (min(engine.kept) < 0.8) == ("pruning" in loop)
-    assert compare(model, loop, engine, [pool[i] for i in picks], outputs) > 0.8 * REQUESTS
+    assert compare(model, loop, engine, [pool[i] for i in picks], outputs) > 0.6 * REQUESTS  # not cut by preemption
 
 
 def nothing_left(engine: Any) -> None:
