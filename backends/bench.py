@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import transformers
 
+from backends.energy import EnergyMeter
 from backends.engine import Engine
 from backends.models import LoadedModel, load
 from backends.prompts import document_ids
@@ -61,7 +62,8 @@ def bench_engine(
     dict
         ``hardware``, ``versions``, ``weight_bytes``, ``copy_bytes_per_s``, ``floor_ms`` (per step), and in
         ``batches`` per batch size: ``engine_ms`` and ``engine_p90_ms`` (median and 90% point per step),
-        ``generate_ms`` (mean per step of transformers' ``generate``), ``engine_over_generate``, ``engine_over_floor``.
+        ``generate_ms`` (mean per step of transformers' ``generate``), ``engine_over_generate``, ``engine_over_floor``,
+        ``energy_j`` (per decoded token, by the machine's counters; None where ``energy_missing`` says why).
     """
     say = progress or (lambda _: None)
     model = model or load()
@@ -71,13 +73,14 @@ def bench_engine(
     bandwidth = copy_bandwidth(network.device)
     floor = 1e3 * weights / bandwidth
     ids = document_ids(model, context + max(batches))
-    rows: dict[str, dict[str, float]] = {}
+    rows: dict[str, dict[str, float | None]] = {}
+    energy = EnergyMeter()
     for batch in batches:
         prompts = [ids[i : i + context] for i in range(batch)]
         say(f"transformers generate, batch {batch}")
         theirs = _generate_ms(model, prompts, steps)
         say(f"engine, batch {batch}")
-        ours = _engine_ms(model, prompts, steps)
+        ours, joules = _engine_ms(model, prompts, steps, energy)
         middle = statistics.median(ours)
         rows[str(batch)] = {
             "engine_ms": middle,
@@ -85,6 +88,7 @@ def bench_engine(
             "generate_ms": theirs,
             "engine_over_generate": middle / theirs,
             "engine_over_floor": middle / floor,
+            "energy_j": joules if energy.source.found else None,
         }
     return {
         "hardware": {
@@ -101,6 +105,7 @@ def bench_engine(
         "weight_bytes": weights,
         "copy_bytes_per_s": bandwidth,
         "floor_ms": floor,
+        "energy_missing": energy.source.reason,
         "batches": rows,
     }
 
@@ -113,23 +118,26 @@ def _timed(work: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _engine_ms(model: LoadedModel, prompts: Sequence[Sequence[int]], steps: int) -> list[float]:
-    """Duration of each full decode step, milliseconds; the first two are left out (warm-up)."""
+def _engine_ms(
+    model: LoadedModel, prompts: Sequence[Sequence[int]], steps: int, energy: EnergyMeter
+) -> tuple[list[float], float]:
+    """Duration of each full decode step, milliseconds, and joules per token; the first two are left out (warm-up)."""
     pages = len(prompts) * (-(-(len(prompts[0]) + steps + 4) // 16)) + 1
     rows = max(8, len(prompts))
     tokens = rows * len(prompts[0])
     run = configs.from_mapping(
         {"engine": {"pages": pages, "max_batch": rows, "max_batch_tokens": tokens, "prefill_chunk": tokens}}
     )
-    engine = Engine(run, dataclasses.replace(model, eos_ids=frozenset()))  # every row runs to its limit
+    engine = Engine(run, dataclasses.replace(model, eos_ids=frozenset()), energy=energy)  # every row runs to its limit
     for i, prompt in enumerate(prompts):
         engine.submit(prompt, SamplingParams(max_new_tokens=steps + 3, seed=i))
-    times = []
+    times, joules = [], []
     while not engine.idle:
         result = engine.step()
         if result is not None and result.token_ids.shape[0] == len(prompts):
             times.append(1e3 * (result.end_s - result.start_s))
-    return times[2:]
+            joules.append(result.energy_j / len(prompts))
+    return times[2:], statistics.fmean(joules[2:])
 
 
 def _generate_ms(model: LoadedModel, prompts: Sequence[Sequence[int]], steps: int) -> float:

@@ -22,6 +22,7 @@ from backends.attention import PagedBatch, register
 from backends.audit import LiveAudit, kl_nats
 from backends.decoder import runner
 from backends.drafting import Drafted, Drafter, drafter_of
+from backends.energy import Counters, EnergyMeter, counters
 from backends.flops import step_flops
 from backends.jobs import Job, OnText, Output, new_job
 from backends.kv_cache import PagedKVCache
@@ -62,6 +63,8 @@ class Engine:
         With ``speculation.drafter = "model"``: the loaded drafter, in place of ``speculation.draft_model``.
     drafter : Drafter, optional
         Who drafts, in place of what the configuration names; ``speculation.draft_tokens`` still bounds it.
+    energy : EnergyMeter, optional
+        Default: the machine's counters, read once per step if ``metrics`` are kept (audits are left in).
 
     Attributes
     ----------
@@ -91,6 +94,7 @@ class Engine:
         probe: Probe | None = None,
         draft_model: LoadedModel | None = None,
         drafter: Drafter | None = None,
+        energy: EnergyMeter | None = None,
     ) -> None:
         limits = dataclasses.replace(
             config.engine, max_context=min(config.engine.max_context, max(2, model.max_context))
@@ -132,7 +136,10 @@ class Engine:
         self._next_id = 0
         self._clock, self._sleep, self._probe = clock, sleep, probe
         self._origin = clock()
+        self.energy = energy or EnergyMeter(Counters() if metrics is None else counters())
         self._idle_steps = 0
+        self._stepping = False
+        self._ending: set[int] = set()  # cancelled by a callback while a step runs
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -193,7 +200,9 @@ class Engine:
         return number
 
     def cancel(self, request_id: int, *, on_text: OnText | None = None) -> bool:
-        """End a request now, free its pages, and return whether it was there.
+        """End a request, free its pages, and return whether it was there.
+
+        From a callback inside a step it takes no more tokens and no more text, and leaves at the end of that step.
 
         Parameters
         ----------
@@ -201,8 +210,11 @@ class Engine:
         on_text : callable(id, text), optional
             Called with the text that was held back, which cancelling makes certain.
         """
-        if request_id not in self._jobs:
+        if request_id not in self._jobs or request_id in self._ending:
             return False
+        if self._stepping:
+            self._ending.add(request_id)
+            return True
         if self.loop.cancel(request_id) and self.metrics is not None:
             self.metrics.cancelled(request_id, self.now())
         self._leave(Finish(request_id, FinishReason.CANCELLED), on_text)
@@ -243,20 +255,28 @@ class Engine:
                 self._refuse(finish, on_text)
             self._wait(now)
             return None
-        self._idle_steps = 0
-        drafted = Drafted([])
-        if self._drafter is not None:
-            jobs = [self._jobs[int(i)] for i in plan.ids]
-            drafted = self._drafter.propose(plan, jobs)
-            plan = drafted_plan(plan, drafted, jobs, self.model.vocab_size)
-        result = self._execute(plan, on_text)
-        if drafted.flops:
-            result = result._replace(kv_bytes=result.kv_bytes + drafted.kv_bytes, flops=result.flops + drafted.flops)
-        finished = self.loop.observe(result)
-        if self.metrics is not None:
-            self.metrics.step(plan, result, finished)
-        for finish in (*plan.rejected, *finished):
-            self._leave(finish, on_text)
+        self._idle_steps, self._stepping = 0, True
+        self.energy.lap()  # what was drawn between steps is nobody's
+        try:
+            drafted = Drafted([])
+            if self._drafter is not None:
+                jobs = [self._jobs[int(i)] for i in plan.ids]
+                drafted = self._drafter.propose(plan, jobs)
+                plan = drafted_plan(plan, drafted, jobs, self.model.vocab_size)
+            result = self._execute(plan, on_text)
+            if drafted.flops:
+                result = result._replace(
+                    kv_bytes=result.kv_bytes + drafted.kv_bytes, flops=result.flops + drafted.flops
+                )
+            finished = self.loop.observe(result)
+            if self.metrics is not None:
+                self.metrics.step(plan, result, finished)
+            for finish in (*plan.rejected, *finished):
+                self._leave(finish, on_text)
+        finally:
+            self._stepping = False
+        while self._ending:
+            self.cancel(self._ending.pop(), on_text=on_text)
         return result
 
     def _arrivals(self, on_text: OnText | None) -> float:
@@ -329,6 +349,7 @@ class Engine:
             flops=step_flops(self.model, plan, kept, statistics.pruned_layers),
             finished=tuple(finished),
             drafted=plan.n_draft,
+            energy_j=self.energy.lap(),
         )
 
     def _seal(self, plan: StepPlan, jobs: list[Job], batch: PagedBatch) -> None:
@@ -403,12 +424,18 @@ class Engine:
         used: list[int] = []  # positions that became tokens
         now = self.now() if good.size else 0.0
         for job, first in zip(picked, at.first.tolist(), strict=True):
+            if job.request.id in self._ending:  # by the text of a row before it
+                continue
             count, end = self._accept(job, drawn[first : first + 1 + len(job.draft)].tolist(), now, on_text)
             if count:
                 job.temperature = float(tempered.temperature[first + count - 1])
             used.extend(range(first, first + count))
             if end is not None:
                 finished.append(end)
+        if self._ending:
+            gone = [number for number in plan.ids.tolist() if number in self._ending]
+            finished = [finish for finish in finished if finish.id not in self._ending]
+            finished += [Finish(number, FinishReason.CANCELLED) for number in gone]
         columns = {
             "temperature": tempered.temperature[used],
             "model_entropy": tempered.model_entropy[used],
@@ -423,13 +450,13 @@ class Engine:
         self.drafted += len(draft)
         for count, token in enumerate(drawn):
             if token < 0:
-                finish = Finish(job.request.id, FinishReason.EMPTY_SUPPORT, "no token has a finite logit")
-                return count, finish
+                why = "no finite logit, or one that is NaN or +inf"
+                return count, Finish(job.request.id, FinishReason.EMPTY_SUPPORT, why)
             reason = job.accept(token, now_s, self.model.eos_ids, on_text)
             follows = count < len(draft) and token == draft[count]
             self.accepted += follows
             if reason is not None:
                 return count + 1, Finish(job.request.id, reason)
-            if not follows:
+            if not follows or job.request.id in self._ending:
                 return count + 1, None
         raise AssertionError("the position after a draft follows nothing")

@@ -14,8 +14,8 @@ def step_flops(model: LoadedModel, plan: StepPlan, kept_fraction: FloatArray, pr
     """Return twice the multiply-adds: weights per token, output head per sampled position, attention per pair.
 
     2 P N + 2 d n M + 4 H D sum over rows and layers of attended (query, key) pairs *(ours)*. A pruned layer scores all
-    keys from the shadow (q.k without the values: half of dense attention) and then attends to what it kept. All experts
-    of a mixture count as run.
+    keys from the shadow (q.k without the values: half of dense attention) and then attends to what it kept. P counts
+    *active* weights: of a mixture its routers, shared experts and the k experts a token is sent to.
 
     Parameters
     ----------
@@ -30,6 +30,6 @@ def step_flops(model: LoadedModel, plan: StepPlan, kept_fraction: FloatArray, pr
     n, context = plan.n_tokens.astype(np.float64), plan.context.astype(np.float64)
     pairs = n * context + n * (n + 1) / 2
     layers = shape.layers - pruned_layers + pruned_layers * (0.5 + kept_fraction)
-    body = 2.0 * shape.body_parameters * n.sum()
+    body = 2.0 * shape.active_body_parameters * n.sum()
     head = 2.0 * shape.hidden * model.vocab_size * (np.count_nonzero(plan.samples) + int(plan.n_draft.sum()))
     return float(body + head + 4.0 * shape.heads * shape.head_dim * (layers * pairs).sum())

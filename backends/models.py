@@ -22,7 +22,6 @@ from entropic_ctl.errors import BadInputError
 __all__ = ["DEFAULT", "LoadedModel", "Shape", "fetch", "load", "quiet", "read_gguf", "wrap"]
 
 _DTYPES = ("bfloat16", "float16", "float32")
-_PAGEABLE = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,9 @@ class Shape:
     parameters : int
         All weights, tied ones counted once.
     body_parameters : int
-        Weights every token is multiplied with: without the input embedding and without the output head.
+        Weights of the layers: without the embedding tables (looked up, not multiplied) and without the output head.
+    active_parameters : int
+        Of ``parameters``, those one token uses: a mixture's k of E experts, its routers and shared experts, all else.
     """
 
     layers: int
@@ -45,6 +46,12 @@ class Shape:
     hidden: int
     parameters: int
     body_parameters: int
+    active_parameters: int
+
+    @property
+    def active_body_parameters(self) -> int:
+        """Weights of the layers that one token is multiplied with."""
+        return self.body_parameters - (self.parameters - self.active_parameters)
 
 
 @dataclass(frozen=True)
@@ -152,59 +159,33 @@ def wrap(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedModel:
     BadInputError
         If some layer of it cannot run on the paged cache (it would decode, and be wrong).
     """
-    config = model.config
-    _refuse_unpageable(model, name)
-    heads = int(config.num_attention_heads)
-    embedding = model.get_input_embeddings().weight
+    from torch import nn
+
+    from backends.probe import active_parameters, attention_facts
+
+    model = model.eval()
+    facts, chosen = attention_facts(model, name)
+    tables = {id(m.weight): int(m.weight.numel()) for m in model.modules() if isinstance(m, nn.Embedding)}
     head = model.get_output_embeddings().weight
     parameters = sum(int(p.numel()) for p in model.parameters())  # a tied weight appears once
-    ends = embedding.numel() + (0 if head is embedding else head.numel())
     return LoadedModel(
-        model=model.eval(),
+        model=model,
         tokenizer=tokenizer,
         name=name,
         eos_ids=_eos_ids(model, tokenizer),
         vocab_size=int(head.shape[0]),
-        max_context=_max_context(config),
+        max_context=_max_context(model.config),
         shape=Shape(
-            layers=int(config.num_hidden_layers),
-            heads=heads,
-            kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-            head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
-            hidden=int(config.hidden_size),
+            layers=facts.layers,
+            heads=facts.heads,
+            kv_heads=facts.kv_heads,
+            head_dim=facts.head_dim,
+            hidden=int(head.shape[1]),
             parameters=parameters,
-            body_parameters=parameters - ends,
+            body_parameters=parameters - sum((tables | {id(head): int(head.numel())}).values()),
+            active_parameters=active_parameters(model, chosen),
         ),
     )
-
-
-def _refuse_unpageable(model: Any, name: str) -> None:
-    """Raise unless every layer is attention over all, or a window, of the past, through transformers' interface."""
-    try:
-        kinds = set(getattr(model.config, "layer_types", None) or ()) - _PAGEABLE
-        uniform = [
-            getattr(model.config, key, None) for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
-        ]
-    except RuntimeError:  # transformers' answer where a size has no one value
-        kinds, uniform = set(), []
-    problem = None
-    if not uniform:
-        problem = "its layers differ in size, and the paged cache is one block"
-    elif kinds:
-        problem = f"layers of a kind the paged cache does not hold: {', '.join(sorted(kinds))}"
-    elif getattr(model, "_is_stateful", False):
-        problem = "layers with a recurrent state, which the paged cache does not hold"
-    elif not getattr(model, "_supports_attention_backend", False):
-        problem = "its attention is not called through transformers' attention interface"
-    if problem is not None:
-        raise BadInputError(
-            f"unsupported decoder: {problem}",
-            where=name,
-            field="architecture",
-            value=type(model).__name__,
-            allowed="decoders of full or sliding-window attention",
-            remedy="use a Llama, Qwen, Mistral, Gemma, Phi or similar model",
-        )
 
 
 def _max_context(config: Any) -> int:

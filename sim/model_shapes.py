@@ -289,7 +289,8 @@ def _experts(keys: _Keys, family: _Family, layers: int) -> tuple[int, int, int, 
     if not family.moe:
         return 0, 0, 0, 0, 0
     mixtral = keys.values.get("model_type") == "mixtral"
-    experts = keys.count("num_local_experts" if mixtral else "num_experts")
+    names = ("num_local_experts", "num_experts")  # transformers 5 writes the first for all
+    experts = keys.count(next((key for key in names if keys.values.get(key) is not None), names[not mixtral]))
     used = keys.count("num_experts_per_tok")
     if used > experts:
         raise keys.refuse("more experts per token than there are", "num_experts_per_tok", f"at most {experts}")

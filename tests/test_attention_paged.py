@@ -388,3 +388,29 @@ def test_unsupported_calls_are_refused(options: dict, needle: str) -> None:
 def test_gather_cuts_off_unused_slots() -> None:
     pool = torch.arange(3 * 2 * 4, dtype=torch.float32).reshape(3, 1, 2, 4)
     assert torch.equal(gather(pool, torch.tensor([2, 0]), 3)[0, :, 0], torch.tensor([16.0, 20.0, 0.0]))
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"sliding_window": 5}])
+@pytest.mark.parametrize("context", [0, 6])
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_bad_token_of_a_chunk_spoils_only_those_that_see_it(options: dict, context: int, which: int) -> None:
+    """A NaN key or value is masked for the tokens before it, and those end up in pages that other requests share."""
+    n, bad = 20, context + 7
+    qkv = [randn(h, n, 8, seed=h) for h in (4, 2, 2)]
+    outputs = []
+    for poison in (False, True):
+        q, k, v = (x.clone() for x in qkv)
+        if poison:
+            (q, k, v)[which][:, bad] = torch.nan
+        cache, pages = poisoned(2, 8, 5, 4), range(5)
+        if context:
+            head = (x[:, :context] for x in (q, k, v))
+            step(cache, single_row_plan(0, context, pages, samples=False), *head, **options)
+        rest = (x[:, context:] for x in (q, k, v))
+        outputs.append(step(cache, single_row_plan(context, n - context, pages), *rest, **options)[0])
+    clean, spoilt = outputs
+    sees = torch.arange(context, n) >= bad
+    if "sliding_window" in options:
+        sees &= torch.arange(context, n) < bad + 5
+    torch.testing.assert_close(spoilt[:, ~sees], clean[:, ~sees], atol=1e-6, rtol=1e-5)
+    assert spoilt[:, sees].isnan().all()

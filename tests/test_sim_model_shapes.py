@@ -42,6 +42,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2_moe", {**MOE, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 2, "qkv_bias": False}),
     ("qwen3", {"attention_bias": True}),
     ("qwen3_moe", {**MOE, "mlp_only_layers": [1]}),
+    ("qwen3_moe", {"num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}),
 ]
 
 

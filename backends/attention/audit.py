@@ -19,6 +19,7 @@ from backends.attention.batch import PagedBatch
 from backends.attention.forward import register
 from backends.audit import kl_nats
 from backends.kv_cache import PagedKVCache
+from backends.probe import attention_facts
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.base import PruningConfig
 from entropic_ctl.signals import StepPlan
@@ -147,15 +148,15 @@ def audit_certificate(
         raise BadInputError("text too short", field="positions", value=positions, allowed=f"[1, {len(tokens) - 1}]")
     if not theta_nats > 0:
         raise BadInputError("nothing to audit", field="theta_nats", value=theta_nats, allowed="> 0")
+    facts, _ = attention_facts(model, type(model).__name__)
     model.set_attn_implementation(register())
-    config, weight = model.config, next(model.parameters())
+    weight = next(model.parameters())
     pruning = pruning or PruningConfig()
     pages = range(-(-len(tokens) // page_tokens))
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     cache = PagedKVCache(
-        config.num_hidden_layers,
-        config.num_key_value_heads,
-        head_dim,
+        facts.layers,
+        facts.kv_heads,
+        facts.head_dim,
         len(pages),
         page_tokens,
         weight.dtype,

@@ -7,6 +7,7 @@ their pages are, and how much each may lose.
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -227,13 +228,17 @@ class PagedBatch:
         EntropicError
             If a layer did not go through the paged cache: the logits would be wrong.
         """
-        logits: torch.Tensor = network(
-            input_ids=tokens.reshape(1, -1),
-            position_ids=self.positions[None],
-            use_cache=False,
-            logits_to_keep=self.last_index,
-            paged=self,
-        ).logits
+        running = RUNNING.set(self)
+        try:
+            logits: torch.Tensor = network(
+                input_ids=tokens.reshape(1, -1),
+                position_ids=self.positions[None],
+                use_cache=False,
+                logits_to_keep=self.last_index,
+                paged=self,
+            ).logits
+        finally:
+            RUNNING.reset(running)
         layers = self.cache.n_layers
         if self.layer_calls == 0:
             raise EntropicError("the model's attention was switched away from the paged one while an engine used it")
@@ -297,6 +302,10 @@ class PagedBatch:
             output_error_max=self._error_max.copy(),
             pruned_layers=self._layers.copy(),
         )
+
+
+RUNNING: ContextVar[PagedBatch | None] = ContextVar("RUNNING", default=None)
+"""The batch of the pass that runs, for decoders whose layers drop the keyword on its way to the attention."""
 
 
 def _check_row(request: int, n: int, length: int, table: npt.NDArray[np.int64], cache: PagedKVCache) -> None:

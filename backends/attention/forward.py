@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from backends.attention.batch import PagedBatch
+from backends.attention.batch import RUNNING, PagedBatch
 from backends.attention.pruned import audit_rows, output_errors, pruned_decode
 from backends.attention.reference import Scoring, State, attend, visible, window_pages, with_sink
 from backends.attention.rows import Row
@@ -65,6 +65,7 @@ def paged_attention(
         Its ``layer_idx`` chooses the layer of the cache.
     query : tensor, shape (1, H, T, D)
     key, value : tensor, shape (1, n_kv_heads, T, D)
+        Values may be smaller than keys.
     attention_mask : None
         Causality follows from the positions in ``paged``.
     paged : PagedBatch
@@ -75,24 +76,26 @@ def paged_attention(
 
     Returns
     -------
-    tensor, shape (1, T, H, D), and None
+    tensor, shape (1, T, H, D of the values), and None
 
     Raises
     ------
     BadInputError
         If ``paged`` is missing, head counts do not divide, or the model asks for something unsupported.
     """
+    paged = RUNNING.get() if paged is None else paged
     if paged is None:
         raise BadInputError(
             "the paged attention was called without its batch",
             where=NAME,
             field="paged",
-            remedy="call the model with paged=PagedBatch.from_plan(...) and use_cache=False; a decoder that "
-            "was, and does not pass the batch on to its attention, is not supported",
+            remedy="call PagedBatch.run, or the model with paged=PagedBatch.from_plan(...) and use_cache=False",
         )
     _refuse(attention_mask, dropout, kwargs)
     layer, cache = int(module.layer_idx), paged.cache
     heads_per_group(query.shape[1], key.shape[1])
+    value_dim = value.shape[-1]  # latent attention has smaller values than keys: zeros fill the cache's slots
+    value = pad(value, (0, key.shape[-1] - value_dim)) if value_dim < key.shape[-1] else value
     if key.shape[1:] != (cache.n_kv_heads, paged.n_tokens, cache.head_dim) or value.shape != key.shape:
         raise BadInputError(
             "keys or values do not fit the cache",
@@ -119,7 +122,7 @@ def paged_attention(
     if not native and prunes and any(row.theta_nats > 0.0 for row in paged.rows):
         at = paged.pruned.tokens
         out[at] = pruned_decode(paged, layer, query[0].transpose(0, 1)[at], scoring, s_aux=s_aux)
-    return out.unsqueeze(0), None
+    return out[..., :value_dim].unsqueeze(0), None
 
 
 def _native_decode(
@@ -202,7 +205,7 @@ def _dense(
     s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
     """Exact causal attention of one row, (H, n, D) -> (H, n, D); float32 accumulation."""
-    cache, n, scale = paged.cache, row.stop - row.start, scoring.scale
+    cache, n = paged.cache, row.stop - row.start
     size, table, length = cache.page_tokens, row.table, row.length
     mask: torch.Tensor | None = None
     if window is not None and n == 1:
@@ -215,10 +218,31 @@ def _dense(
         mask = visible(row.context, n, query.device, window, paged.sink_tokens)
     k, v = gather(cache.k[layer], table, length), gather(cache.v[layer], table, length)
     paged.record_dense(row.length if window is None or n > 1 else min(row.length, window + paged.sink_tokens))
-    n_heads, dim = query.shape[0], query.shape[2]
-    group = n_heads // cache.n_kv_heads
+    if n == 1 or all(bool(x[:, row.context :].isfinite().all()) for x in (k, v)):
+        return _exact(query, k, v, scoring, mask, causal=n > 1 and row.context == 0 and window is None, s_aux=s_aux)
+    # Later tokens of the chunk are masked, and 0 * NaN is NaN: a bad one would spoil pages that others may share.
+    bad = ~(k.isfinite() & v.isfinite()).all(dim=-1).all(dim=0)
+    k, v = (x.masked_fill(bad[None, :, None], 0.0) for x in (k, v))
+    seen = visible(row.context, n, query.device, window, paged.sink_tokens) & bad
+    out = _exact(query, k, v, scoring, mask, causal=False, s_aux=s_aux)
+    return out.masked_fill(seen.any(dim=-1)[None, :, None], torch.nan)
+
+
+def _exact(
+    query: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scoring: Scoring,
+    mask: torch.Tensor | None,
+    *,
+    causal: bool,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of (H, n, D) queries over gathered (n_kv_heads, T, D) tokens where ``mask`` (n, T) is true."""
+    (n_heads, n, dim), scale = query.shape, scoring.scale
+    group = n_heads // k.shape[0]
     if scoring.softcap is None and s_aux is None:
-        if n > 1 and row.context == 0 and window is None:
+        if causal:
             o = scaled_dot_product_attention(
                 query[None],
                 k[None].to(query.dtype),
@@ -231,11 +255,11 @@ def _dense(
             k, v = (x.to(query.dtype).repeat_interleave(group, dim=0)[None] for x in (k, v))
             o = scaled_dot_product_attention(query[None], k, v, attn_mask=mask, scale=scale)[0]
         else:  # the query heads of a group as queries of their KV head
-            q = query.reshape(1, cache.n_kv_heads, group, dim)
+            q = query.reshape(1, k.shape[0], group, dim)
             o = scaled_dot_product_attention(q, k[None].to(q.dtype), v[None].to(q.dtype), attn_mask=mask, scale=scale)
             o = o.reshape(n_heads, 1, dim)
         return o
-    grouped = query.reshape(cache.n_kv_heads, group * n, dim)
+    grouped = query.reshape(k.shape[0], group * n, dim)
     if mask is not None:
         mask = mask.repeat(group, 1)  # (group * n, T): query heads outer, tokens inner
     state = attend(grouped, k, v, scoring, mask)
