@@ -279,7 +279,9 @@ def bench_decode(
     _check(thetas, cells, repeats=repeats, steps=steps, warmup=warmup, texts=texts, positions=positions)
     say = progress or (lambda _: None)
     model = model or load()
-    python = None if without_peers else find_peers(peers)
+    _check_room(model, max(c for _, c in cells) + steps + warmup + 3)
+    python = find_peers(peers) if peers or not without_peers else None
+    python = None if without_peers else python
     say("read bandwidth")
     bandwidth = read_bandwidth()
     probe = SpeedProbe(every_s=0.0)
@@ -360,6 +362,18 @@ def _check(thetas: Sequence[float], cells: Sequence[tuple[int, int]], **sizes: i
                 value=f"{batch}x{context}",
                 allowed=f"batch >= 1, context > {sizes['positions']} (the audited positions)",
             )
+
+
+def _check_room(model: LoadedModel, tokens: int) -> None:
+    if tokens > model.max_context:
+        raise BadInputError(
+            "longer than the model's context",
+            where="bench decode",
+            field="cells",
+            value=f"{tokens:,} tokens with those that are decoded",
+            allowed=f"<= {model.max_context:,}",
+            remedy="name shorter contexts: --cells 8x128,8x2000",
+        )
 
 
 def crossover(
