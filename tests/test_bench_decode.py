@@ -6,7 +6,9 @@ import dataclasses
 import json
 import math
 import os
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from tests.tiny_model import byte_tokenizer, save_tiny, tiny_llama
 PAGE, CONTEXT, ROWS = 8, 117, 3  # the last page is not full
 THETA = 0.3
 CELLS = ("--cells", "1x64")
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(launch.__file__).parents[2])}
 
 
 @pytest.fixture(scope="module")
@@ -347,6 +350,25 @@ def test_a_failing_measurement_is_reported_and_the_peer_lives(toy: launch.Peer) 
     with pytest.raises(launch.PeerError, match="1 decode steps of 4"):
         toy.measure(1, 5, 4, 2)
     assert toy.measure(2, 50, 4, 2)[0] == [2.0] * 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
+def test_a_frozen_peer_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    toy_script, parent = tmp_path / "toy.py", tmp_path / "parent.py"
+    toy_script.write_text(_PEER.format(here=str(Path(launch.__file__).parent)))
+    parent.write_text(
+        "import os, sys\nfrom pathlib import Path\nfrom backends.peers.launch import Peer\n"
+        f"peer = Peer('toy', Path(sys.executable), {str(toy_script)!r}, [])\n"
+        "print(peer._process.pid, flush=True)\nos._exit(9)\n"
+    )
+    done = subprocess.run([sys.executable, parent], capture_output=True, text=True, check=False, env=ENVIRONMENT)
+    assert done.returncode == 9, done.stderr
+    stat = Path(f"/proc/{int(done.stdout)}/stat")
+    for _ in range(200):  # the kernel kills it at once; whoever adopts it may be slow to bury it
+        if not stat.exists() or stat.read_text().rsplit(")", 1)[1].split()[0] in "ZX":
+            return
+        time.sleep(0.05)
+    pytest.fail("the peer still runs")
 
 
 def test_a_peer_that_dies_says_why_and_leaves_no_process(tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ The first answer is the greeting: ``engine``, ``version``, ``weight_bytes``, ``k
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +19,12 @@ __all__ = ["answers", "serve"]
 
 
 def answers() -> Any:
-    """Return a stream for answers, and send everything else that is written to standard output to standard error."""
+    """Return a stream for answers, and send everything else that is written to standard output to standard error.
+
+    On Linux the peer also asks to be killed when its parent dies: frozen, it could not notice by itself.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     stream = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return stream
