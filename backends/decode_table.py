@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from backends.bench_decode import Sample
+    from backends.decode_arms import Sample
 
 __all__ = ["Row", "disturbed", "ratios_of", "summarise", "targets_of"]
 

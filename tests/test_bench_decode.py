@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from backends import bench_decode as bench
 from backends import machine
-from backends.bench_decode import Sample
+from backends.decode_arms import Arm, Sample, engine_config, run_round
 from backends.decode_table import Row, ratios_of, summarise, targets_of
 from backends.engine import Engine
 from backends.filled import FilledCache, FilledEngine, _pools
@@ -78,7 +78,7 @@ def _run(engine: Engine) -> list[list[int]]:
 
 @pytest.mark.parametrize("theta", [0.0, THETA])
 def test_copies_decode_as_prefills_do_and_share_no_page(model: LoadedModel, filled: FilledCache, theta: float) -> None:
-    config = bench._config(ROWS, CONTEXT, 12, theta, PAGE)
+    config = engine_config(ROWS, CONTEXT, 12, theta, PAGE)
     copied, exact = _Watch(), _Watch()
     engine = FilledEngine(config, model, filled, probe=copied)
     engine.admit(ROWS, max_new_tokens=10)
@@ -98,7 +98,7 @@ def test_a_copy_is_independent_of_its_source(model: LoadedModel, filled: FilledC
     own = FilledCache(model, filled.tokens, page_tokens=PAGE, chunk=32)
     outputs = []
     for spoil in (False, True):
-        engine = FilledEngine(bench._config(2, CONTEXT, 8, THETA, PAGE), model, own)
+        engine = FilledEngine(engine_config(2, CONTEXT, 8, THETA, PAGE), model, own)
         engine.admit(2, max_new_tokens=6)
         engine.step()
         if spoil:
@@ -110,7 +110,7 @@ def test_a_copy_is_independent_of_its_source(model: LoadedModel, filled: FilledC
 
 
 def test_a_prompt_that_would_be_chunked_is_refused(model: LoadedModel, filled: FilledCache) -> None:
-    config = bench._config(2, CONTEXT, 8, 0.0, PAGE)
+    config = engine_config(2, CONTEXT, 8, 0.0, PAGE)
     config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, prefill_chunk=32))
     engine = FilledEngine(config, model, filled)
     engine.admit(1, max_new_tokens=2)
@@ -121,7 +121,7 @@ def test_a_prompt_that_would_be_chunked_is_refused(model: LoadedModel, filled: F
 def test_a_dense_fill_cannot_feed_a_pruning_engine(model: LoadedModel, filled: FilledCache) -> None:
     dense = FilledCache(model, filled.tokens[:20], page_tokens=PAGE, shadow=False)
     with pytest.raises(BadInputError, match="quantised"):
-        FilledEngine(bench._config(1, 20, 8, THETA, PAGE), model, dense)
+        FilledEngine(engine_config(1, 20, 8, THETA, PAGE), model, dense)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -398,10 +398,10 @@ def test_a_peer_that_fails_leaves_the_others_in_the_table(model: LoadedModel, fi
     def fails(_batch: int, _filled: FilledCache) -> Sample:
         raise launch.PeerError("out of memory")
 
-    bad = bench._Arm("vllm", fails, 1)
-    good = bench._Arm("ours dense", lambda _batch, _filled: _sample(1.0), 1)
+    bad = Arm("vllm", fails, 1)
+    good = Arm("ours dense", lambda _batch, _filled: _sample(1.0), 1)
     for _ in range(2):
-        bench._round([bad, good], 2, filled, machine.SpeedProbe(every_s=0.0), lambda _: None, "")
+        run_round([bad, good], 2, filled, machine.SpeedProbe(every_s=0.0), lambda _: None, "")
     assert bad.failed == "out of memory"
     assert (len(bad.samples), len(good.samples[2, CONTEXT])) == (0, 2)
     assert np.isfinite(good.samples[2, CONTEXT][0].probe_s)
