@@ -1,0 +1,58 @@
+"""The launches that are compiled ahead of time: each entry point on shapes of real models, without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from backends.attention.reference import Scoring
+from backends.triton.attention import Certify, PageList, attend_pages
+from backends.triton.launch import Launch, recording
+
+__all__ = ["launches"]
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _attention() -> Iterator[tuple[str, list[Launch]]]:
+    half, single = torch.bfloat16, torch.float32
+    shapes = [
+        # name, H, n_kv_heads, D, page, dtype, options
+        ("llama-8b page 16", 32, 8, 128, 16, half, {}),
+        ("llama-8b page 64 fp16", 32, 8, 128, 64, torch.float16, {}),
+        ("smollm 135m", 9, 3, 64, 16, half, {}),
+        ("head 80 float32", 8, 8, 80, 16, single, {}),
+        ("llama-8b float32", 32, 8, 128, 16, single, {}),
+        ("head 96", 32, 32, 96, 32, half, {}),
+        ("window, sinks, cap", 16, 8, 128, 16, half, {"window": 4096, "sink_tokens": 4, "s_aux": _empty(16)}),
+    ]
+    for name, n_heads, heads, dim, page, dtype, options in shapes:
+        scoring = Scoring(dim**-0.5, 50.0 if "window" in options else None)
+        pool = _empty(1024, heads, page, dim, dtype=dtype)
+        inputs = (
+            _empty(8, n_heads, dim, dtype=dtype),
+            pool,
+            pool,
+            _empty(8, 512, dtype=torch.int32),
+            _empty(8, dtype=torch.int32),
+        )
+        with recording() as seen:
+            attend_pages(*inputs, scoring, **options)
+        yield f"dense, {name}", seen
+        if not options:
+            pages = PageList(_empty(8, heads, 512, dtype=torch.int32), _empty(8, heads, dtype=torch.int32))
+            certify = Certify(_empty(8, n_heads), _empty(8, n_heads), _empty(8, heads))
+            with recording() as seen:
+                attend_pages(*inputs, scoring, pages=pages, certify=certify, page_log_mass=name == "smollm 135m")
+            yield f"listed, {name}", seen
+
+
+def launches() -> Iterator[tuple[str, Launch]]:
+    """Return (case, launch) of every specialisation that is compiled ahead of time."""
+    for group in (_attention,):
+        for case, seen in group():
+            for launch in seen:
+                yield case, launch
