@@ -218,7 +218,7 @@ def _merge(
         terms = tl.load(length_ptr + row) + 16.0 * splits
         unit = 5.9604644775390625e-08
         slack = reach * units * unit * 1.01 + (terms + 16.0 * tl.log(terms) + 32.0) * unit
-        slack += 8.0 * unit * (tl.abs(merged) + tl.abs(softcap))
+        slack += 8.0 * unit * tl.abs(merged) + 32.0 * unit * softcap
         pruned = tl.load(log_pruned_ptr + at)
         gap = merged - slack - pruned
         gap = gap - 8.0 * unit * (tl.abs(merged) + tl.abs(pruned) + tl.abs(gap)) - 16.0 * unit

@@ -8,6 +8,8 @@ import torch
 
 from backends.attention.reference import Scoring
 from backends.triton.attention import Certify, PageList, attend_pages
+from backends.triton.cache import LayerShadow, record_bytes, seal_pages, write_tokens
+from backends.triton.dispatch import Pruning, decode
 from backends.triton.launch import Launch, recording
 
 __all__ = ["launches"]
@@ -50,9 +52,57 @@ def _attention() -> Iterator[tuple[str, list[Launch]]]:
             yield f"listed, {name}", seen
 
 
+def _shadow(heads: int, dim: int, page: int) -> LayerShadow:
+    groups = -(-dim // 8)
+    return LayerShadow(
+        _empty(1024, heads, record_bytes(dim, page), dtype=torch.uint8),
+        _empty(1024, heads, -(-page // 16), groups, 16, dtype=torch.int32),
+    )
+
+
+def _pruned() -> Iterator[tuple[str, list[Launch]]]:
+    shapes = [
+        ("llama-8b page 16", 32, 8, 128, 16, 512, torch.bfloat16),
+        ("llama-8b page 64", 32, 8, 128, 64, 2048, torch.bfloat16),
+        ("llama-8b 128k tokens", 32, 8, 128, 16, 8192, torch.bfloat16),
+        ("llama-8b 256k tokens", 32, 8, 128, 16, 16384, torch.bfloat16),
+        ("smollm 135m", 9, 3, 64, 16, 512, torch.bfloat16),
+        ("head 80 float32", 8, 8, 80, 32, 64, torch.float32),
+    ]
+    for name, n_heads, heads, dim, page, capacity, dtype in shapes:
+        pool = _empty(1024, heads, page, dim, dtype=dtype)
+        shadow = _shadow(heads, dim, page)
+        scoring = Scoring(dim**-0.5, 30.0 if dim == 80 else None)
+        pruning = Pruning(shadow, _empty(8), _empty(8, capacity, dtype=torch.uint8))
+        with recording() as seen:
+            decode(
+                _empty(8, n_heads, dim, dtype=dtype),
+                pool,
+                pool,
+                _empty(8, capacity, dtype=torch.int32),
+                _empty(8, dtype=torch.int32),
+                scoring,
+                pruning=pruning,
+            )
+        yield f"pruned, {name}", seen
+        with recording() as seen:
+            seal_pages(
+                pool,
+                pool,
+                _empty(4, dtype=torch.int64),
+                shadow,
+                _empty(1024, heads, dim, dtype=torch.float16),
+                _empty(1024, heads),
+                _empty(4, dtype=torch.uint8),
+            )
+            new, where = _empty(heads, 8, dim, dtype=dtype), _empty(8, dtype=torch.int64)
+            write_tokens(new, new, pool, pool, where, where)
+        yield f"cache, {name}", seen
+
+
 def launches() -> Iterator[tuple[str, Launch]]:
     """Return (case, launch) of every specialisation that is compiled ahead of time."""
-    for group in (_attention,):
+    for group in (_attention, _pruned):
         for case, seen in group():
             for launch in seen:
                 yield case, launch

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from backends.triton import interpreted
 
-__all__ = ["dot", "page_is_fixed", "soft_cap"]
+__all__ = ["dot", "round_up", "soft_cap"]
 
 _INTERPRETED: tl.constexpr = tl.constexpr(interpreted())
 
@@ -28,7 +28,10 @@ def soft_cap(s, cap):
     return tl.where(s < 0, -t, t)
 
 
+
 @triton.jit
-def page_is_fixed(page, n_pages, sealed, sink_pages, recent_pages):
-    """Return whether a page is read in any case: a sink, a recent page, or one without a valid shadow."""
-    return (page < sink_pages) | (page >= n_pages - recent_pages) | (sealed == 0)
+def round_up(x):
+    """Return a non-negative float64 as float32, rounded up."""
+    near = x.to(tl.float32)
+    above = (near.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
+    return tl.where(near.to(tl.float64) < x, above, near)

@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 
 from backends.triton.attention import PageList
-from backends.triton.device import page_is_fixed
 from backends.triton.launch import launch
 from backends.triton.shapes import block_size
 from entropic_ctl.errors import BadInputError
@@ -53,15 +52,11 @@ def _choose(
     lower_ptr,  # float32 (n, H, P)
     upper_ptr,  # float32 (n, H, P)
     ratio_ptr,  # float32 (n,): e^theta - 1
-    table_ptr,  # int32 (n, P)
-    sealed_ptr,  # bool (pages,)
+    candidate_ptr,  # uint8 (n, P): 1 where a page may be left out
     length_ptr,  # int32 (n,)
     need_ptr,  # int8 (n, H, P): 1 where the query head needs the page
-    table_row,
     n_heads,
     n_pages,
-    sink_pages,
-    recent_pages,
     PAGE: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
@@ -71,9 +66,7 @@ def _choose(
     p = tl.arange(0, BLOCK_P)
     used = (tl.load(length_ptr + row) + PAGE - 1) // PAGE
     valid = p < used
-    physical = tl.load(table_ptr + row * table_row + p, mask=valid, other=0)
-    sealed = tl.load(sealed_ptr + physical, mask=valid, other=0).to(tl.int32)
-    fixed = page_is_fixed(p, used, sealed, sink_pages, recent_pages)
+    fixed = tl.load(candidate_ptr + row * n_pages + p, mask=valid, other=0) == 0
     lower = tl.load(lower_ptr + base + p, mask=valid, other=float("-inf"))
     upper = tl.load(upper_ptr + base + p, mask=valid, other=float("-inf"))
     _, high, small, free = page_weights(lower, upper, valid, fixed)
@@ -161,14 +154,11 @@ def choose_pages(
     lower: torch.Tensor,
     upper: torch.Tensor,
     ratio: torch.Tensor,
-    table: torch.Tensor,
-    sealed: torch.Tensor,
+    candidates: torch.Tensor,
     lengths: torch.Tensor,
     n_kv_heads: int,
     page_tokens: int,
     *,
-    sink_pages: int = 1,
-    recent_pages: int = 4,
     norms: torch.Tensor | None = None,
 ) -> tuple[PageList, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return the pages each KV head must read and what each query head can lose by it.
@@ -179,13 +169,10 @@ def choose_pages(
         Bounds on each page's log-mass, nats; ``upper = inf`` marks an unknown page, which is kept.
     ratio : float32 tensor, shape (n,)
         :func:`budget_ratio` of each row's budget; 0 keeps every page.
-    table : int32 tensor, shape (n, P)
-    sealed : bool or uint8 tensor, shape (pages,)
-        Pages with a valid shadow; the others are kept.
+    candidates : uint8 tensor, shape (n, P), contiguous
+        1 where a page may be left out; at least one page of each row may not.
     lengths : int32 tensor, shape (n,)
     n_kv_heads, page_tokens : int
-    sink_pages, recent_pages : int
-        First and last pages of every row that are always kept; ``recent_pages`` is at least 1.
     norms : float32 tensor, shape (n, n_kv_heads, P), optional
         Largest key norm of each page.
 
@@ -201,20 +188,18 @@ def choose_pages(
     Raises
     ------
     BadInputError
-        If rows may have more than :data:`MAX_PAGES` pages, or no page is protected.
+        If rows may have more than :data:`MAX_PAGES` pages.
     """
     n, n_heads, capacity = lower.shape
     group = heads_per_group(n_heads, n_kv_heads)
     if capacity > MAX_PAGES:
         raise BadInputError(
             "more pages per row than the selection holds",
-            field="table",
+            field="upper",
             value=capacity,
             allowed=f"at most {MAX_PAGES}",
             remedy="use larger pages (engine.page_tokens)",
         )
-    if recent_pages < 1:
-        raise BadInputError("the page being written is always read", field="recent_pages", value=recent_pages)
     device = lower.device
     need = torch.empty((n, n_heads, capacity), dtype=torch.int8, device=device)
     block = max(32, block_size(capacity))
@@ -226,15 +211,11 @@ def choose_pages(
         lower_ptr=lower,
         upper_ptr=upper,
         ratio_ptr=ratio,
-        table_ptr=table,
-        sealed_ptr=sealed,
+        candidate_ptr=candidates,
         length_ptr=lengths,
         need_ptr=need,
-        table_row=table.stride(0),
         n_heads=n_heads,
         n_pages=capacity,
-        sink_pages=sink_pages,
-        recent_pages=recent_pages,
         PAGE=page_tokens,
         BLOCK_P=block,
     )
