@@ -104,21 +104,32 @@ def _seal(
     if page < 0:
         return
     cell = page * n_kv_heads + head
-    t = tl.arange(0, PAGE)
     d = tl.arange(0, BLOCK_D8 * 8)
     inside = d < D
-    from_key = k_ptr + page * k_page + head * k_head
-    k = tl.load(from_key + t[:, None] * D + d[None, :], mask=inside[None, :], other=0.0).to(tl.float64)
-    from_value = v_ptr + page * v_page + head * v_head
-    v = tl.load(from_value + t[:, None] * D + d[None, :], mask=inside[None, :], other=0.0).to(tl.float64)
-    bad = tl.sum(tl.where((tl.abs(k) <= 65504.0) & (tl.abs(v) <= 65504.0), 0, 1))
-    k = tl.where(tl.abs(k) <= 65504.0, k, 0.0)
-    v = tl.where(tl.abs(v) <= 65504.0, v, 0.0)
+    lane = tl.arange(0, 16)
+    some = (lane >= 0)[:, None] & inside[None, :]
+    from_key = k_ptr + page * k_page + head * k_head + lane[:, None] * D + d[None, :]
+    from_value = v_ptr + page * v_page + head * v_head + lane[:, None] * D + d[None, :]
+
+    # sixteen tokens at a time: their float64 values fit into registers
+    bad = 0
+    lowest = tl.full([BLOCK_D8 * 8], float("inf"), tl.float64)
+    highest = tl.full([BLOCK_D8 * 8], float("-inf"), tl.float64)
+    longest = tl.zeros([16], tl.float64)
+    mean = tl.zeros([BLOCK_D8 * 8], tl.float64)
+    for block in range(PAGE // 16):
+        k = tl.load(from_key + block * 16 * D, mask=some, other=0.0).to(tl.float64)
+        bad += tl.sum(tl.sum(tl.where(tl.abs(k) <= 65504.0, 0, 1), axis=1), axis=0)
+        k = tl.where(tl.abs(k) <= 65504.0, k, 0.0)
+        lowest = tl.minimum(lowest, tl.min(k, axis=0))
+        highest = tl.maximum(highest, tl.max(k, axis=0))
+        longest = tl.maximum(longest, tl.sum(k * k, axis=1))
+        v = tl.load(from_value + block * 16 * D, mask=some, other=0.0).to(tl.float64)
+        bad += tl.sum(tl.sum(tl.where(tl.abs(v) <= 65504.0, 0, 1), axis=1), axis=0)
+        mean += tl.sum(tl.where(tl.abs(v) <= 65504.0, v, 0.0), axis=0)
     if bad > 0:
         tl.store(sealed_ptr + place, 0)
 
-    lowest = tl.min(k, axis=0)
-    highest = tl.max(k, axis=0)
     m = (0.5 * (lowest + highest)).to(tl.float32).to(tl.float16)
     m64 = m.to(tl.float64)
     spread = tl.maximum(highest - m64, m64 - lowest)
@@ -127,43 +138,43 @@ def _seal(
     w = tl.where(widest > 0, tl.ceil(spread / tl.where(widest > 0, widest, 1.0) * 255.0), 1.0)
     w = tl.minimum(tl.maximum(w, 1.0), 255.0)
     unit = w * step.to(tl.float64)
-    scaled = (k - m64[None, :]) / tl.where(unit > 0, unit, 1.0)[None, :]
-    nearest = (scaled + 6755399441055744.0) - 6755399441055744.0  # 1.5 * 2^52: round half to even
-    code = tl.minimum(tl.maximum(tl.where(unit[None, :] > 0, nearest, 0.0) + 128.0, 0.0), 255.0)
-    off = tl.abs(k - (m64[None, :] + unit[None, :] * (code - 128.0))) / w[None, :]
-    error = tl.max(tl.where(inside[None, :], off, 0.0))
-    reach = tl.where(inside, tl.abs(m64) + 128.0 * unit, 0.0)
-    error += tl.where(error > 0, tl.max(reach, axis=0) * 3.552713678800501e-15, 0.0)  # 2^-48
-    square = tl.maximum(tl.sum(reach * reach, axis=0), tl.max(tl.sum(k * k, axis=1), axis=0))
-
-    c = tl.reshape(code.to(tl.int32), [PAGE // 16, 16, BLOCK_D8, 8])
-    c = tl.where(tl.reshape(inside, [1, 1, BLOCK_D8, 8]), c, 0)
+    centre = (mean / PAGE).to(tl.float32).to(tl.float16)
     j = tl.arange(0, 8)
-    shift = (4 * ((j >> 1) + 4 * (j & 1)))[None, None, None, :]
-    high = tl.sum((c >> 4) << shift, axis=3)
-    low = tl.sum((c & 15) << shift, axis=3)
-    b = tl.arange(0, PAGE // 16)[:, None, None]
-    lane = tl.arange(0, 16)[None, :, None]
-    group = tl.arange(0, BLOCK_D8)[None, None, :]
-    at = (b * D8 + group) * 16 + lane
-    write = (group < D8) & (lane >= 0) & (b >= 0)
-    tl.store(word_ptr + cell * (RECORD // 4) + (16 + 24 * D8) // 4 + at, high, mask=write)
-    tl.store(low_ptr + cell * (PAGE // 16 * D8 * 16) + at, low, mask=write)
+    shift = (4 * ((j >> 1) + 4 * (j & 1)))[None, None, :]
+    group = tl.arange(0, BLOCK_D8)[None, :]
+    error = tl.zeros([16], tl.float64)
+    farthest = tl.zeros([16], tl.float64)
+    for block in range(PAGE // 16):
+        k = tl.load(from_key + block * 16 * D, mask=some, other=0.0).to(tl.float64)
+        k = tl.where(tl.abs(k) <= 65504.0, k, 0.0)
+        scaled = (k - m64[None, :]) / tl.where(unit > 0, unit, 1.0)[None, :]
+        nearest = (scaled + 6755399441055744.0) - 6755399441055744.0  # 1.5 * 2^52: round half to even
+        code = tl.minimum(tl.maximum(tl.where(unit[None, :] > 0, nearest, 0.0) + 128.0, 0.0), 255.0)
+        off = tl.abs(k - (m64[None, :] + unit[None, :] * (code - 128.0))) / w[None, :]
+        error = tl.maximum(error, tl.max(tl.where(inside[None, :], off, 0.0), axis=1))
+        c = tl.reshape(tl.where(inside[None, :], code, 0.0).to(tl.int32), [16, BLOCK_D8, 8])
+        at = (block * D8 + group) * 16 + lane[:, None]
+        write = (group < D8) & (lane >= 0)[:, None]
+        high = tl.sum((c >> 4) << shift, axis=2)
+        tl.store(word_ptr + cell * (RECORD // 4) + (16 + 24 * D8) // 4 + at, high, mask=write)
+        tl.store(low_ptr + cell * (PAGE * D8) + at, tl.sum((c & 15) << shift, axis=2), mask=write)
+        v = tl.load(from_value + block * 16 * D, mask=some, other=0.0).to(tl.float64)
+        away = tl.where(inside[None, :] & (tl.abs(v) <= 65504.0), v - centre.to(tl.float64)[None, :], 0.0)
+        farthest = tl.maximum(farthest, tl.sum(away * away, axis=1))
+    worst = tl.max(error, axis=0)
+    reach = tl.where(inside, tl.abs(m64) + 128.0 * unit, 0.0)
+    worst += tl.where(worst > 0, tl.max(reach, axis=0) * 3.552713678800501e-15, 0.0)  # 2^-48
+    square = tl.maximum(tl.sum(reach * reach, axis=0), tl.max(longest, axis=0))
     padded = d < D8 * 8
     tl.store(byte_ptr + cell * RECORD + 16 + d, tl.where(inside, w, 0.0).to(tl.int32).to(tl.uint8), mask=padded)
-    zero = m * 0.0
-    tl.store(half_ptr + cell * (RECORD // 2) + (16 + 8 * D8) // 2 + d, tl.where(inside, m, zero), mask=padded)
+    tl.store(half_ptr + cell * (RECORD // 2) + (16 + 8 * D8) // 2 + d, tl.where(inside, m, m * 0.0), mask=padded)
     scalars = float_ptr + cell * (RECORD // 4)
     tl.store(scalars, step)
-    tl.store(scalars + 1, round_up(error))
+    tl.store(scalars + 1, round_up(worst))
     tl.store(scalars + 2, round_up(tl.sqrt(square) * (1.0 + 1e-12)))
     tl.store(scalars + 3, 0.0)
-
-    centre = (tl.sum(v, axis=0) / PAGE).to(tl.float32).to(tl.float16)
-    away = tl.where(inside[None, :], v - centre.to(tl.float64)[None, :], 0.0)
-    farthest = tl.max(tl.sum(away * away, axis=1), axis=0)
     tl.store(centre_ptr + cell * D + d, centre, mask=inside)
-    tl.store(radius_ptr + cell, round_up(tl.sqrt(farthest) * (1.0 + 1e-12)))
+    tl.store(radius_ptr + cell, round_up(tl.sqrt(tl.max(farthest, axis=0)) * (1.0 + 1e-12)))
 
 
 def write_tokens(
@@ -251,7 +262,7 @@ def seal_pages(
     launch(
         _seal,
         (ids.shape[0], heads),
-        num_warps=max(4, min(16, size * block_size(groups) * 8 // 512)),
+        num_warps=4,
         k_ptr=k_pool,
         v_ptr=v_pool,
         id_ptr=ids,

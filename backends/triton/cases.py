@@ -65,7 +65,6 @@ def _pruned() -> Iterator[tuple[str, list[Launch]]]:
         ("llama-8b page 16", 32, 8, 128, 16, 512, torch.bfloat16),
         ("llama-8b page 64", 32, 8, 128, 64, 2048, torch.bfloat16),
         ("llama-8b 128k tokens", 32, 8, 128, 16, 8192, torch.bfloat16),
-        ("llama-8b 256k tokens", 32, 8, 128, 16, 16384, torch.bfloat16),
         ("smollm 135m", 9, 3, 64, 16, 512, torch.bfloat16),
         ("head 80 float32", 8, 8, 80, 32, 64, torch.float32),
     ]

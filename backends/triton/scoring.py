@@ -260,11 +260,11 @@ def score_shadow(
         raise BadInputError("pages without a shadow", field="page_tokens", value=page_tokens, allowed="16, 32, 64, ...")
     n, n_heads, dim = query.shape
     heads, capacity, groups = norms.shape[1], table.shape[1], -(-dim // 8)
-    sub = max(page_tokens // 16, 4 if groups > 8 else 8)
+    sub = max(page_tokens // 16, 2 if groups > 8 else 4)  # sixteen tokens each: 32 codes per thread
     launch(
         _score,
         (n, heads, _stretches(capacity)),
-        num_warps=4,
+        num_warps=8 if sub * block_size(groups) > 32 else 4,
         q_ptr=query,
         byte_ptr=shadow.record,
         half_ptr=shadow.record.view(torch.float16),

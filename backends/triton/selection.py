@@ -29,8 +29,8 @@ from entropic_ctl.pruning.select import heads_per_group
 
 __all__ = ["MAX_PAGES", "budget_ratio", "choose_pages"]
 
-MAX_PAGES = 16384
-"""Most pages per row: what fits into the registers of one program (262,144 tokens at 16 tokens per page)."""
+MAX_PAGES = 8192
+"""Most pages per row: what fits into the registers of one program (131,072 tokens at 16 tokens per page)."""
 
 
 @triton.jit
@@ -203,7 +203,7 @@ def choose_pages(
     device = lower.device
     need = torch.empty((n, n_heads, capacity), dtype=torch.int8, device=device)
     block = max(32, block_size(capacity))
-    warps = max(1, min(16, block // 512))
+    warps = max(1, min(16, block // 256))
     launch(
         _choose,
         (n, n_heads),
