@@ -11,6 +11,7 @@ from backends.triton.attention import Certify, PageList, attend_pages
 from backends.triton.cache import LayerShadow, record_bytes, seal_pages, write_tokens
 from backends.triton.dispatch import Pruning, decode
 from backends.triton.launch import Launch, recording
+from backends.triton.sampling import Target, sample_rows
 
 __all__ = ["launches"]
 
@@ -99,9 +100,19 @@ def _pruned() -> Iterator[tuple[str, list[Launch]]]:
         yield f"cache, {name}", seen
 
 
+def _sampling() -> Iterator[tuple[str, list[Launch]]]:
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = _empty(8, 151936, dtype=dtype)
+        words, heat = _empty(8, dtype=torch.int64), _empty(8, dtype=torch.float64)
+        with recording() as seen:
+            sample_rows(logits, words, words, temperature=heat)
+            sample_rows(logits, words, words, target=Target(1.5, 0.1, 2.0), raw=logits)
+        yield f"sampling {str(dtype).removeprefix('torch.')}", seen
+
+
 def launches() -> Iterator[tuple[str, Launch]]:
     """Return (case, launch) of every specialisation that is compiled ahead of time."""
-    for group in (_attention, _pruned):
+    for group in (_attention, _pruned, _sampling):
         for case, seen in group():
             for launch in seen:
                 yield case, launch
