@@ -128,9 +128,7 @@ def test_page_lists_read_those_pages_alone_with_true_page_masses() -> None:
     for (r, j), pages in lists.items():
         index[r, j, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
         count[r, j] = len(pages)
-    out, lse, log_mass = attend_pages(
-        *made.inputs, scoring, pages=PageList(index, count), page_log_mass=True, splits=2
-    )
+    out, lse, log_mass = attend_pages(*made.inputs, scoring, pages=PageList(index, count), page_log_mass=True, splits=2)
     for (r, j), pages in lists.items():
         position = torch.arange(int(made.lengths[r]))
         seen = torch.isin(position // 16, torch.tensor(pages, dtype=torch.long))

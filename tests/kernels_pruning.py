@@ -1,4 +1,4 @@
-"""The shadow, scoring, selection and certified pruned decode in Triton; run by test_triton.py in a process of its own."""
+"""The shadow, scoring, selection and certified decode in Triton; run by test_triton.py in a process of its own."""
 
 from __future__ import annotations
 

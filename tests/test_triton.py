@@ -1,4 +1,4 @@
-"""The Triton kernels: their own tests under the interpreter, each file in a process of its own, and the compiler's word.
+"""The Triton kernels: tests under the interpreter, each file in a process of its own, and what the compiler says.
 
 The interpreter is switched on by the environment before Triton is first imported, hence the processes. On a machine
 with a GPU the same files also run compiled.
@@ -6,6 +6,7 @@ with a GPU the same files also run compiled.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -100,8 +101,58 @@ def test_the_report_sees_spills(tmp_path: Path) -> None:
     stores = "".join(f"st.global.f64 [%rd1+{8 * i}], %fd{200 - i};\n" for i in range(1, 200))
     ptx = (
         ".version 7.8\n.target sm_80\n.address_size 64\n.visible .entry f(.param .u64 p)\n.maxntid 1024\n{\n"
-        ".reg .b64 %rd<2>;\n.reg .f64 %fd<200>;\nld.param.u64 %rd1, [p];\n" + body + "bar.sync 0;\n" + stores + "ret;\n}\n"
+        ".reg .b64 %rd<2>;\n.reg .f64 %fd<200>;\nld.param.u64 %rd1, [p];\n"
+        f"{body}bar.sync 0;\n{stores}ret;\n}}\n" + body + "bar.sync 0;\n" + stores + "ret;\n}\n"
     )
     registers, spills, _ = aot._ptxas_report(ptx, 80)
     assert registers == 64
     assert spills > 0
+
+
+def test_gpu_check_runs_on_tiny_sizes_under_the_interpreter(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "backends.gpu_check", "--tiny", "--out", str(tmp_path)],
+        cwd=TESTS.parent,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    result = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))
+    assert result["failed"] == []
+    assert result["attention against the reference"]["violations"] == 0
+    assert {"dense_us", "pruned_us", "sdpa_us", "floor_us", "kept"} <= set(result["decode attention"][0])
+
+
+def test_gpu_check_without_a_gpu_prints_the_floor_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from backends import gpu_check
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert gpu_check.main(["--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "no CUDA device" in said
+    row = next(row for row in gpu_check.floor_table() if (row["batch"], row["context"]) == (64, 32768))
+    assert row["floor_us H200"] == pytest.approx(64 * 32768 * 4096 / 4.8e6)
+
+
+def test_gpu_check_reports_a_failing_part_and_goes_on() -> None:
+    from backends.gpu_check import _Sections
+
+    parts = _Sections()
+    parts.run("bad", lambda: 1 / 0)
+    assert parts.run("good", lambda: 7) == 7
+    assert parts.failed == ["bad"]
+    assert "ZeroDivisionError" in parts.results["bad"]["error"]
+
+
+def test_gpu_demo_runs_both_loops(tmp_path: Path) -> None:
+    from backends import gpu_demo
+
+    few = ["--tiny", "--requests", "2", "--prompt-tokens", "200", "--new-tokens", "3", "--out", str(tmp_path)]
+    assert gpu_demo.main(few) == 0
+    loops = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))["loops"]
+    assert set(loops) == {"baseline", "tuned"}
+    assert loops["baseline"]["kept_fraction"] == 1.0
+    assert all(row["tokens_per_s"] > 0 for row in loops.values())

@@ -14,10 +14,11 @@ import os
 import pkgutil
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from backends.fetch import cache_dir
 from backends.triton.launch import Launch
 from entropic_ctl.errors import EntropicError
 
-__all__ = ["ARCHITECTURES", "KernelReport", "compile_all", "kernels_of_package", "table"]
+__all__ = ["ARCHITECTURES", "KernelReport", "compile_all", "kernels_of_package", "main", "table"]
 
 ARCHITECTURES = (80, 90)
 _TYPES = {
@@ -130,7 +131,14 @@ def _ptxas_report(ptx: str, architecture: int) -> tuple[int, int, int]:
         source.write_text(ptx, encoding="utf-8")
         name = f"sm_{architecture}{'a' if architecture >= 90 else ''}"
         done = subprocess.run(
-            [_assembler(architecture), "-v", f"--gpu-name={name}", str(source), "-o", str(Path(folder, "kernel.cubin"))],
+            [
+                _assembler(architecture),
+                "-v",
+                f"--gpu-name={name}",
+                str(source),
+                "-o",
+                str(Path(folder, "kernel.cubin")),
+            ],
             capture_output=True,
             text=True,
             check=False,
@@ -173,9 +181,7 @@ def _compile(job: _Job) -> KernelReport:
         part.write_text(json.dumps([registers, spills, stack]), encoding="utf-8")
         part.replace(kept)
     shown = " ".join(
-        f"{name}={value}"
-        for name, value in job.constants.items()
-        if name.isupper() and value not in (None, 0, False)
+        f"{name}={value}" for name, value in job.constants.items() if name.isupper() and value not in (None, 0, False)
     )
     return KernelReport(
         job.kernel.lstrip("_"),
@@ -233,14 +239,12 @@ def compile_all(
 
     if interpreted():
         raise EntropicError("TRITON_INTERPRET is set: unset it to compile")
-    jobs = list(
-        {
-            (repr((job.module, job.kernel, sorted(job.constants.items(), key=str), job.signature, job.aligned)), arch): job
-            for case, launch in launches()
-            for arch in architectures
-            for job in [_job(launch, case, arch)]
-        }.values()
-    )
+    distinct: dict[str, _Job] = {}  # cases share specialisations: the first one names it
+    for case, launch in launches():
+        for architecture in architectures:
+            job = _job(launch, case, architecture)
+            distinct.setdefault(repr(replace(job, case="")), job)
+    jobs = list(distinct.values())
     reports: list[KernelReport] = []
     with ProcessPoolExecutor(workers or os.cpu_count(), mp_context=get_context("spawn")) as pool:
         for report in pool.map(_compile, jobs):
@@ -250,6 +254,31 @@ def compile_all(
     return reports
 
 
-def table(reports: Sequence[KernelReport]) -> list[dict[str, Any]]:
-    """Return the reports as rows, by kernel, case and architecture."""
-    return [asdict(report) for report in sorted(reports, key=lambda r: (r.kernel, r.case, r.architecture))]
+def table(reports: Sequence[KernelReport]) -> str:
+    """Return the reports as text, by kernel, case and architecture."""
+    columns = ("kernel", "case", "architecture", "registers", "spill_bytes", "stack_bytes", "shared_bytes", "warps")
+    ordered = sorted(reports, key=lambda r: (r.kernel, r.case, r.architecture))
+    lines = [columns, *(tuple(str(getattr(report, name)) for name in columns) for report in ordered)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def main() -> int:
+    """Compile everything, print the table, write ``out/kernels.json``; 1 if anything spills."""
+    reports = compile_all(progress=lambda done, total: print(f"\r{done}/{total}", end="", file=sys.stderr, flush=True))
+    print(file=sys.stderr)
+    print(table(reports))
+    out = Path("out/kernels.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps([asdict(report) for report in reports], indent=1) + "\n", encoding="utf-8")
+    spilling = sorted({report.kernel for report in reports if report.spill_bytes or report.stack_bytes})
+    print(f"{len(reports)} compiled; " + (f"SPILLS in {', '.join(spilling)}" if spilling else "no spills"))
+    return 1 if spilling else 0
+
+
+if __name__ == "__main__":
+    from backends.triton.aot import main as run  # this module under its own name: workers find its classes by it
+
+    sys.exit(run())

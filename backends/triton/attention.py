@@ -223,7 +223,7 @@ def _merge(
         gap = merged - slack - pruned
         gap = gap - 8.0 * unit * (tl.abs(merged) + tl.abs(pruned) + tl.abs(gap)) - 16.0 * unit
         mass = 1.0 / (1.0 + tl.exp(gap)) * (1.0 + 16.0 * unit) + 1e-37
-        mass = tl.where(mass == mass, tl.minimum(mass, 1.0), 1.0)
+        mass = tl.where(mass <= 1.0, mass, 1.0)  # also where it is NaN
         mass = tl.where(pruned == float("-inf"), 0.0, mass)
         tl.store(mass_ptr + at, tl.minimum(mass, tl.load(mass_ptr + at)))
     if sink_ptr is not None:

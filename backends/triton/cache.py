@@ -25,7 +25,7 @@ __all__ = ["LayerShadow", "record_bytes", "seal_pages", "write_tokens"]
 
 
 class LayerShadow(NamedTuple):
-    """The shadow of one layer: ``record`` uint8 (pages, n_kv_heads, R), ``low`` int32 (pages, n_kv_heads, B, D8, 16)."""
+    """One layer's shadow: ``record`` uint8 (pages, n_kv_heads, R), ``low`` int32 (pages, n_kv_heads, B, D8, 16)."""
 
     record: torch.Tensor
     low: torch.Tensor

@@ -28,7 +28,6 @@ def soft_cap(s, cap):
     return tl.where(s < 0, -t, t)
 
 
-
 @triton.jit
 def round_up(x):
     """Return a non-negative float64 as float32, rounded up."""

@@ -133,9 +133,7 @@ def decode(
     shadow, ratio, candidates, two_stage = pruning
     score_exactly(query, k_pool, table, candidates, lengths, scoring, both, norms)
     undecided = None
-    score_shadow(
-        query, shadow, table, candidates, lengths, scoring, both, norms, size, both_planes=not two_stage
-    )
+    score_shadow(query, shadow, table, candidates, lengths, scoring, both, norms, size, both_planes=not two_stage)
     if two_stage:
         undecided, *_ = choose_pages(*both, ratio * COARSE_SHARE, candidates, lengths, heads, size)
         score_shadow(query, shadow, table, candidates, lengths, scoring, both, norms, size, pages=undecided)

@@ -8,8 +8,8 @@ All sums are float32. With u = 2^-24, g_n = n u / (1 - n u), N >= the norm over 
     |s - exact over the codes| <= scale g_{D+10} |q|_2 N                     (Cauchy-Schwarz; any order of summation)
     |exact over the codes - exact over the keys| <= scale (e + 7.5 a if the low nibble is unread) sum_d |q_d| w_d,
 
-and a log-sum-exp of n scores adds (n + 12 ln n + 32) u + 8 u |lse|: a device exponential is good to 2^-22, its argument's
-product by log2 e to one more rounding. A score cap is 1-Lipschitz and adds 32 u cap.
+and a log-sum-exp of n scores adds (n + 12 ln n + 32) u + 8 u |lse|: a device exponential is good to 2^-22, its
+argument's product by log2 e to one more rounding. A score cap is 1-Lipschitz and adds 32 u cap.
 """
 
 from __future__ import annotations

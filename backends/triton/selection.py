@@ -10,9 +10,9 @@ next weight, on the place in the block table. The order is the reference's up to
 the kept sets are nested in theta; budgets are shrunk and weights enlarged to cover that rounding. A KV head reads the
 union of what its query heads need; the list is compacted in place order. Nothing here is looked at by the host.
 
-Rounding, u = 2^-24. Weights are exp(bound - top): subtraction, product by log2 e and a 2^-22 exponential are off by less
-than 2^-17 for bounds within 60 nats of the top; below that an upper bound counts as e^-60 and a lower one as 0. A sum of
-P terms is off by at most P u relative; the bisection's one signed sum needs twice that.
+Rounding, u = 2^-24. Weights are exp(bound - top): subtraction, product by log2 e and a 2^-22 exponential are off by
+less than 1e-5 for bounds within 60 nats of the top; further below an upper bound counts as 1e-26 (e^-60) and a lower
+one as 0. A sum of P terms is off by at most P u relative; the bisection's one signed sum needs twice that.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def page_weights(lower, upper, valid, fixed):
     top = tl.where(top == float("-inf"), 0.0, top)
     up = tl.where(known, upper - top, -60.0)
     high = tl.where(valid, tl.maximum(tl.exp(tl.minimum(up, 0.0)) * 1.00001, 1e-26), 0.0)
-    has_lower = valid & (lower < float("inf")) & (lower == lower)
+    has_lower = valid & (lower < float("inf")) & (lower > float("-inf"))
     low = tl.where(has_lower, lower - top, -100.0)
     small = tl.where(low > -60.0, tl.exp(tl.minimum(low, 80.0)) * 0.99999, 0.0)
     return top, high, small, valid & ~fixed & (upper < float("inf"))
