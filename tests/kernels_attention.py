@@ -6,14 +6,16 @@ import math
 
 import pytest
 import torch
-from paged_layer import DEVICE, Layer, layer
+from paged_layer import DEVICE, INTERPRETED, Layer, layer
 
 from backends.attention.reference import Scoring, visible
 from backends.triton.attention import PageList, attend_pages
 from entropic_ctl.errors import BadInputError
 
 INF = math.inf
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+LSE = 4e-6 if INTERPRETED else 2e-5
+# on a GPU: approximate exponentials, and tensor cores that cut off instead of rounding
+TOLERANCE = {torch.float32: 2e-6 if INTERPRETED else 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
 def expected(
@@ -39,7 +41,7 @@ def check(made: Layer, scoring: Scoring, **options: object) -> None:
             mask = visible(length - 1, 1, torch.device("cpu"), options["window"], options.get("sink_tokens", 0))[0]
         want, want_lse = expected(made, r, scoring, mask, options.get("s_aux"))
         torch.testing.assert_close(out[r].cpu().double(), want, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(lse[r].cpu().double(), want_lse, rtol=1e-6, atol=4e-6)
+        torch.testing.assert_close(lse[r].cpu().double(), want_lse, rtol=1e-6, atol=LSE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -139,10 +141,10 @@ def test_page_lists_read_those_pages_alone_with_true_page_masses() -> None:
             assert (lse[r, heads] == -INF).all()
             continue
         torch.testing.assert_close(out[r, heads].cpu().double(), want[heads], atol=2e-2, rtol=2e-2)
-        torch.testing.assert_close(lse[r, heads].cpu().double(), want_lse[heads], atol=4e-6, rtol=1e-6)
+        torch.testing.assert_close(lse[r, heads].cpu().double(), want_lse[heads], atol=LSE, rtol=1e-6)
         got = log_mass[r, heads].cpu().double()
         truth = made.page_mass(r, scoring)[heads]
-        torch.testing.assert_close(got[:, pages], truth[:, pages], atol=4e-6, rtol=1e-6)
+        torch.testing.assert_close(got[:, pages], truth[:, pages], atol=LSE, rtol=1e-6)
         others = [p for p in range(capacity) if p not in pages]
         assert (got[:, others] == -INF).all()
 
@@ -160,7 +162,7 @@ def test_page_ids_past_two_to_the_31_elements() -> None:
     out, lse, _ = attend_pages(made.query, *pools, table, made.lengths, Scoring(0.125))
     want, want_lse = expected(made, 0, Scoring(0.125))
     torch.testing.assert_close(out[0].cpu().double(), want, atol=3e-3, rtol=3e-3)
-    torch.testing.assert_close(lse[0].cpu().double(), want_lse, atol=4e-6, rtol=1e-6)
+    torch.testing.assert_close(lse[0].cpu().double(), want_lse, atol=LSE, rtol=1e-6)
 
 
 def test_a_query_wider_than_the_cache_is_not_rounded() -> None:
@@ -168,7 +170,7 @@ def test_a_query_wider_than_the_cache_is_not_rounded() -> None:
     made.query = made.query.float() + 2.0**-12
     out, lse, _ = attend_pages(*made.inputs, Scoring(0.125))
     want, want_lse = expected(made, 0, Scoring(0.125))
-    torch.testing.assert_close(lse[0].cpu().double(), want_lse, atol=4e-6, rtol=1e-6)
+    torch.testing.assert_close(lse[0].cpu().double(), want_lse, atol=LSE, rtol=1e-6)
     torch.testing.assert_close(out[0].cpu().double(), want, atol=1e-5, rtol=1e-5)
 
 

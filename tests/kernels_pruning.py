@@ -12,7 +12,8 @@ from paged_layer import DEVICE, Layer, layer
 from backends.attention.reference import Scoring
 from backends.triton.cache import LayerShadow, record_bytes, seal_pages, write_tokens
 from backends.triton.dispatch import Pruning, budget_ratio, decode
-from backends.triton.scoring import score_exactly, score_shadow
+from backends.triton.scoring import score_shadow
+from backends.triton.scoring_keys import score_exactly
 from backends.triton.selection import choose_pages
 from entropic_ctl.pruning.certificate import mass_of_kl
 from entropic_ctl.pruning.select import select

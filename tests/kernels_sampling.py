@@ -47,6 +47,10 @@ def draw(logits: np.ndarray, seeds: list[int], index: list[int], **options: obje
     )
 
 
+def ones(rows: int) -> torch.Tensor:
+    return torch.ones(rows, dtype=torch.float64, device=DEVICE)
+
+
 @pytest.mark.parametrize("n", [3, 997, 4096, 9001])
 def test_the_draw_is_the_specified_race(n: int) -> None:
     rng = np.random.default_rng(n)
@@ -70,7 +74,7 @@ def test_model_entropy_comes_from_the_raw_logits() -> None:
     raw = rng.normal(size=(2, 300)).astype(np.float32)
     masked = raw.copy()
     masked[:, 10:] = -INF
-    got = draw(masked, [1, 2], [0, 0], temperature=torch.ones(2, dtype=torch.float64), raw=torch.from_numpy(raw))
+    got = draw(masked, [1, 2], [0, 0], temperature=ones(2), raw=torch.from_numpy(raw).to(DEVICE))
     np.testing.assert_allclose(got.model_entropy.cpu(), entropy_varentropy(raw)[0], atol=1e-5)
     np.testing.assert_allclose(got.entropy.cpu(), entropy_varentropy(masked)[0], atol=1e-5)
     assert (got.token < 10).all()
@@ -80,7 +84,9 @@ def test_temperature_zero_takes_the_first_of_the_most_likely_and_an_empty_row_is
     logits = np.zeros((3, 5000), np.float32)
     logits[0, [4500, 4800]] = 3.0
     logits[1] = -INF
-    got = draw(logits, [5, 5, 5], [0, 0, 0], temperature=torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64))
+    got = draw(
+        logits, [5, 5, 5], [0, 0, 0], temperature=torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64, device=DEVICE)
+    )
     assert got.token.tolist() == [4500, -1, 0]
     assert float(got.model_entropy[2]) == pytest.approx(math.log(5000), abs=1e-4)
 
@@ -106,7 +112,7 @@ def test_draws_follow_the_distribution() -> None:
     p = np.array([0.5, 0.25, 0.15, 0.1])
     rows = 600
     logits = np.broadcast_to(np.log(p).astype(np.float32), (rows, 4)).copy()
-    got = draw(logits, list(range(rows)), [9] * rows, temperature=torch.ones(rows, dtype=torch.float64))
+    got = draw(logits, list(range(rows)), [9] * rows, temperature=ones(rows))
     count = np.bincount(got.token.cpu().numpy(), minlength=4)
     chi = ((count - rows * p) ** 2 / (rows * p)).sum()
     assert chi < 16.3  # 99.9% of three degrees of freedom

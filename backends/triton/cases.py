@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import torch
 
 from backends.attention.reference import Scoring
-from backends.triton.attention import Certify, PageList, attend_pages
+from backends.triton.attention import PageList, attend_pages
 from backends.triton.cache import LayerShadow, record_bytes, seal_pages, write_tokens
 from backends.triton.dispatch import Pruning, decode
 from backends.triton.launch import Launch, recording
+from backends.triton.merging import Certify
 from backends.triton.sampling import Target, sample_rows
 
 __all__ = ["launches"]

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from backends.triton import interpreted
 
-__all__ = ["dot", "round_up", "soft_cap"]
+__all__ = ["dot", "interval", "round_up", "soft_cap"]
 
 _INTERPRETED: tl.constexpr = tl.constexpr(interpreted())
 
@@ -34,3 +34,15 @@ def round_up(x):
     near = x.to(tl.float32)
     above = (near.to(tl.int32, bitcast=True) + 1).to(tl.float32, bitcast=True)
     return tl.where(near.to(tl.float64) < x, above, near)
+
+
+@triton.jit
+def interval(s, delta, softcap, PAGE: tl.constexpr):
+    """Return (lower, upper) of the log-sum-exp along the last axis of scores off by at most delta each."""
+    unit = 5.9604644775390625e-08
+    top = tl.max(s, axis=1)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    lse = safe + tl.log(tl.sum(tl.exp(s - safe[:, None]), axis=1))
+    width = delta + (PAGE + 12.0 * tl.log(PAGE * 1.0) + 32.0) * unit + 8.0 * unit * tl.abs(lse) + 32.0 * unit * softcap
+    known = (width < float("inf")) & (tl.abs(lse) < float("inf"))
+    return tl.where(known, lse - width, float("-inf")), tl.where(known, lse + width, float("inf"))

@@ -2,7 +2,7 @@
 
     state = decode(query, k_pool, v_pool, table, lengths, scoring, pruning=Pruning(shadow, ratio, candidates))
 
-Launches depend on shapes alone, so the whole can be captured in a CUDA graph: at most seven kernels per layer.
+Launches depend on shapes alone, so the whole can be captured in a CUDA graph: nine kernels per pruned layer, two per dense one.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import NamedTuple
 import torch
 
 from backends.attention.reference import Scoring
-from backends.triton.attention import Certify, PageList, attend_pages
+from backends.triton.attention import PageList, attend_pages
 from backends.triton.cache import LayerShadow
-from backends.triton.scoring import score_exactly, score_shadow
+from backends.triton.merging import Certify
+from backends.triton.scoring import score_shadow
+from backends.triton.scoring_keys import score_exactly
 from backends.triton.selection import budget_ratio, choose_pages
 
 __all__ = ["Decoded", "Pruning", "budget_ratio", "decode"]
@@ -138,7 +140,7 @@ def decode(
         undecided, *_ = choose_pages(*both, ratio * COARSE_SHARE, candidates, lengths, heads, size)
         score_shadow(query, shadow, table, candidates, lengths, scoring, both, norms, size, pages=undecided)
     pages, mass, log_pruned, key_norm = choose_pages(*both, ratio, candidates, lengths, heads, size, norms=norms)
-    certify = Certify(log_pruned, mass, norms[:, :, 0] if key_norm is None else key_norm)
+    certify = Certify(log_pruned, mass, key_norm)
     out, lse, log_mass = attend_pages(
         query,
         k_pool,
