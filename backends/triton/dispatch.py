@@ -2,7 +2,8 @@
 
     state = decode(query, k_pool, v_pool, table, lengths, scoring, pruning=Pruning(shadow, ratio, candidates))
 
-Launches depend on shapes alone, so the whole can be captured in a CUDA graph: nine kernels per pruned layer, two per dense one.
+Launches depend on shapes alone, so the whole can be captured in a CUDA graph: nine kernels per pruned layer, two per
+dense one.
 """
 
 from __future__ import annotations

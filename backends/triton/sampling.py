@@ -21,7 +21,7 @@ from backends.triton.launch import launch
 
 __all__ = ["Sampled", "Target", "sample_rows"]
 
-_BLOCK = 4096
+_BLOCK = 2048
 
 
 class Target(NamedTuple):
