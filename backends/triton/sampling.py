@@ -212,7 +212,7 @@ def sample_rows(
     launch(
         _sample,
         (rows,),
-        num_warps=8,
+        num_warps=4,
         raw_ptr=logits if raw is None else raw,
         z_ptr=logits,
         seed_ptr=seeds,
