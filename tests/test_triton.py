@@ -120,7 +120,7 @@ def test_the_report_sees_spills() -> None:
     ptx = (
         ".version 7.8\n.target sm_80\n.address_size 64\n.visible .entry f(.param .u64 p)\n.maxntid 1024\n{\n"
         ".reg .b64 %rd<2>;\n.reg .f64 %fd<200>;\nld.param.u64 %rd1, [p];\n"
-        f"{body}bar.sync 0;\n{stores}ret;\n}}\n" + body + "bar.sync 0;\n" + stores + "ret;\n}\n"
+        f"{body}bar.sync 0;\n{stores}ret;\n}}\n"
     )
     registers, spills, _ = aot._ptxas_report(ptx, 80)
     assert registers == 64
