@@ -25,7 +25,7 @@ FILES = sorted(path.name for path in TESTS.glob("kernels_*.py"))
 def run(file: str, *, interpreted: bool) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1" if interpreted else "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / file)],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(TESTS / file)],
         cwd=TESTS.parent,
         env=environment,
         capture_output=True,
