@@ -2,11 +2,12 @@
 
 The shadow is what pruning reads instead of the keys. Per page and KV head, for every token t and channel d,
 
-    k[t, d] ~ m[d] + w[d] a c[t, d],    |k[t, d] - (m[d] + w[d] a c[t, d])| <= w[d] e,
+    k[t, d] ~ m[d] + w[d] a (c[t, d] - 128),    |k[t, d] - (m[d] + w[d] a (c[t, d] - 128))| <= w[d] e,
 
-with codes c from -128 to 127, a weight w from 1 to 255 and a centre m of 16 bits per channel, and one step a and one
-error e of the page. A step per channel is a product of two small numbers, so a query can be multiplied with the weights
-in integers. *(ours)*
+with codes c of 8 bits, a weight w from 1 to 255 and a centre m of 16 bits per channel, and one step a and one error e of
+the page. A step per channel is a product of two small numbers, so a query can be multiplied with the weights in integers.
+A code is two planes of 4 bits, c = 16 h + l. A first look reads h alone and takes l for 7.5: the error is then
+w[d] (e + 7.5 a); pages it cannot decide are looked at again with l. *(ours)*
 
 e is *measured* on the page against what is stored, in float64, and rounded up. A page with a value that is not finite,
 or beyond float16, is not sealed; it is then always read.
@@ -47,7 +48,7 @@ def _round_up(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class Quantised(NamedTuple):
     """Keys of pages as the shadow holds them; ``...`` is any shape, usually (pages, n_kv_heads).
 
-    ``codes`` int8 (..., page_tokens, D), ``weight`` uint8 (..., D) from 1, ``centre`` float16 (..., D), ``step``,
+    ``codes`` uint8 (..., page_tokens, D), ``weight`` uint8 (..., D) from 1, ``centre`` float16 (..., D), ``step``,
     ``error`` and ``norm`` float32 (...). ``norm`` bounds the Euclidean norm of every key, and of |m| + 128 w a.
     """
 
@@ -72,8 +73,8 @@ def quantise(keys: torch.Tensor) -> Quantised:
     weight = share.ceil().clamp(1.0, 255.0)
     unit = weight * step.double()
     safe = torch.where(unit > 0, unit, 1.0).unsqueeze(-2)
-    codes = ((exact - m.unsqueeze(-2)) / safe).round().clamp(-128.0, 127.0)
-    residue = (exact - (m.unsqueeze(-2) + unit.unsqueeze(-2) * codes)).abs().amax(dim=-2) / weight
+    codes = ((exact - m.unsqueeze(-2)) / safe).round().add(128.0).clamp(0.0, 255.0)
+    residue = (exact - (m.unsqueeze(-2) + unit.unsqueeze(-2) * (codes - 128.0))).abs().amax(dim=-2) / weight
     error = residue.amax(dim=-1)
     reach = m.abs() + 128.0 * unit
     square = torch.maximum(reach.square().sum(dim=-1), exact.square().sum(dim=-1).amax(dim=-1))
@@ -81,7 +82,7 @@ def quantise(keys: torch.Tensor) -> Quantised:
     error = error + torch.where(error > 0, reach.amax(dim=-1) * 2.0**-48, 0.0)
     norm = square.sqrt() * (1.0 + 1e-12)
     return Quantised(
-        codes.to(torch.int8),
+        codes.to(torch.uint8),
         weight.to(torch.uint8),
         centre,
         step.squeeze(-1),
@@ -90,36 +91,51 @@ def quantise(keys: torch.Tensor) -> Quantised:
     )
 
 
-def _padded(page_tokens: int, dim: int) -> tuple[int, int]:
-    """Return (blocks of 16 tokens, channels padded to 8)."""
-    return -(-page_tokens // 16), -(-dim // 8) * 8
+def _planes(page_tokens: int, dim: int) -> tuple[int, int]:
+    """Return (blocks of 16 tokens, groups of 8 channels)."""
+    return -(-page_tokens // 16), -(-dim // 8)
 
 
-def pack(keys: Quantised) -> torch.Tensor:
-    """Return the records, uint8 (..., R), as :class:`Shadow` stores them."""
-    page, dim = keys.codes.shape[-2:]
-    blocks, width = _padded(page, dim)
-    pad = (0, width - dim)
+def _nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Pack 4-bit numbers (..., page_tokens, D) to int32 (..., blocks, groups, 16); see :class:`Shadow`."""
+    page, dim = codes.shape[-2:]
+    blocks, groups = _planes(page, dim)
+    full = torch.nn.functional.pad(codes, (0, 8 * groups - dim, 0, 16 * blocks - page)).long()
+    grid = full.reshape(*codes.shape[:-2], blocks, 16, groups, 8).transpose(-3, -2)  # (..., blocks, groups, 16, 8)
+    word = sum(grid[..., j] << (4 * ((j >> 1) + 4 * (j & 1))) for j in range(8))
+    return torch.where(word >= 2**31, word - 2**32, word).to(torch.int32)  # the same 32 bits
+
+
+def _from_nibbles(plane: torch.Tensor, page_tokens: int, dim: int) -> torch.Tensor:
+    places = [4 * ((j >> 1) + 4 * (j & 1)) for j in range(8)]
+    grid = torch.stack([(plane >> place) & 15 for place in places], dim=-1).transpose(-3, -2)
+    blocks, groups = _planes(page_tokens, dim)
+    return grid.reshape(*plane.shape[:-3], 16 * blocks, 8 * groups)[..., :page_tokens, :dim].to(torch.uint8)
+
+
+def pack(keys: Quantised) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (record, low plane) as :class:`Shadow` stores them."""
+    pad = (0, -keys.weight.shape[-1] % 8)
     header = torch.stack([keys.step, keys.error, keys.norm, torch.zeros_like(keys.step)], dim=-1)
-    full = torch.nn.functional.pad(keys.codes, (*pad, 0, 16 * blocks - page))
-    grid = full.reshape(*keys.codes.shape[:-2], blocks, 16, width // 2, 2).transpose(-3, -2)
     parts = (
         header.view(torch.uint8),
         torch.nn.functional.pad(keys.weight, pad),
         torch.nn.functional.pad(keys.centre, pad).view(torch.uint8),
-        grid.flatten(-4).view(torch.uint8),
+        _nibbles(keys.codes >> 4).flatten(-3).view(torch.uint8),
     )
-    return torch.cat(parts, dim=-1)
+    return torch.cat(parts, dim=-1), _nibbles(keys.codes & 15)
 
 
-def unpack(record: torch.Tensor, page_tokens: int, dim: int) -> Quantised:
-    """Undo :func:`pack`."""
-    blocks, width = _padded(page_tokens, dim)
+def unpack(record: torch.Tensor, low: torch.Tensor | None, page_tokens: int, dim: int) -> Quantised:
+    """Undo :func:`pack`; without the low plane the codes are multiples of 16."""
+    blocks, groups = _planes(page_tokens, dim)
+    width = 8 * groups
     header = record[..., :_HEADER].contiguous().view(torch.float32)
     centre = record[..., _HEADER + width : _HEADER + 3 * width].contiguous().view(torch.float16)
-    grid = record[..., _HEADER + 3 * width :].contiguous().view(torch.int8)
-    codes = grid.reshape(*record.shape[:-1], blocks, width // 2, 16, 2).transpose(-3, -2)
-    codes = codes.reshape(*record.shape[:-1], 16 * blocks, width)[..., :page_tokens, :dim]
+    plane = record[..., _HEADER + 3 * width :].contiguous().view(torch.int32)
+    codes = _from_nibbles(plane.reshape(*record.shape[:-1], blocks, groups, 16), page_tokens, dim) << 4
+    if low is not None:
+        codes = codes | _from_nibbles(low, page_tokens, dim)
     weight = record[..., _HEADER : _HEADER + dim]
     return Quantised(codes, weight, centre[..., :dim], header[..., 0], header[..., 1], header[..., 2])
 
@@ -127,14 +143,18 @@ def unpack(record: torch.Tensor, page_tokens: int, dim: int) -> Quantised:
 class Shadow:
     """Quantised keys and value summaries, one entry per (layer, page, KV head); see the module docstring.
 
-    ``pool`` is the shape of the key pool, (L, pages, n_kv_heads, page_tokens, D). Let W be D padded to 8 and B the blocks
-    of 16 tokens of a page, the last one padded.
+    ``pool`` is the shape of the key pool, (L, pages, n_kv_heads, page_tokens, D). With B = ceil(page_tokens / 16) blocks
+    of tokens and C = ceil(D / 8) groups of channels, a plane is (B, C, 16) words of 32 bits: the word of token 16 b + i
+    and group g has channel 8 g + j in nibble (j >> 1) + 4 (j & 1), so a shift and a mask give two channels side by side
+    as 16-bit numbers.
 
     Attributes
     ----------
-    record : uint8, (L, pages, n_kv_heads, 16 + 3 W + 16 B W)
-        All that is read to score a page, in one piece: step, error, norm and a zero (float32), the weights (uint8), the
-        centres (float16), the codes (int8) as (B, W / 2, 16, 2): two channels of each of sixteen tokens side by side.
+    record : uint8, (L, pages, n_kv_heads, 16 + 24 C + 64 B C)
+        What the first look reads, in one piece: step, error, norm and a zero (float32), the weights (uint8, padded to
+        8 C), the centres (float16, likewise), the high plane.
+    low : int32, (L, pages, n_kv_heads, B, C, 16)
+        The low plane.
     value_centre : float16, (L, pages, n_kv_heads, D)
     value_radius : float32, (L, pages, n_kv_heads)
         Largest Euclidean distance of a value of the page from the stored centre, rounded up.
@@ -142,8 +162,9 @@ class Shadow:
 
     def __init__(self, pool: tuple[int, ...], device: torch.device) -> None:
         head = pool[:3]
-        blocks, width = _padded(pool[3], pool[4])
-        self.record = empty((*head, _HEADER + (3 + 16 * blocks) * width), torch.uint8, device)
+        blocks, groups = _planes(pool[3], pool[4])
+        self.record = empty((*head, _HEADER + 24 * groups + 64 * blocks * groups), torch.uint8, device)
+        self.low = empty((*head, blocks, groups, 16), torch.int32, device)
         self.value_centre = torch.empty(*head, pool[-1], dtype=torch.float16, device=device)
         self.value_radius = torch.empty(head, dtype=torch.float32, device=device)
 
@@ -254,9 +275,15 @@ class PagedKVCache:
 
     @property
     def score_page_bytes(self) -> int:
-        """Bytes read to score one sealed page in one layer: header, weights, centres, codes (all KV heads)."""
-        blocks, width = _padded(self.page_tokens, self.head_dim)
-        return self.n_kv_heads * (_HEADER + (3 + 16 * blocks) * width)
+        """Bytes of the first look at one sealed page in one layer: header, weights, centres, high plane (all heads)."""
+        blocks, groups = _planes(self.page_tokens, self.head_dim)
+        return self.n_kv_heads * (_HEADER + 24 * groups + 64 * blocks * groups)
+
+    @property
+    def low_page_bytes(self) -> int:
+        """Bytes of the low plane of one page and KV head in one layer."""
+        blocks, groups = _planes(self.page_tokens, self.head_dim)
+        return 64 * blocks * groups
 
     @property
     def value_page_bytes(self) -> int:
@@ -266,7 +293,8 @@ class PagedKVCache:
     @property
     def shadow_overhead(self) -> float:
         """Bytes of shadow per byte of K and V."""
-        return (self.score_page_bytes + self.value_page_bytes) / (self.token_bytes * self.page_tokens)
+        low = self.n_kv_heads * self.low_page_bytes
+        return (self.score_page_bytes + low + self.value_page_bytes) / (self.token_bytes * self.page_tokens)
 
     def write(
         self, layer: int, key: torch.Tensor, value: torch.Tensor, page: torch.Tensor, offset: torch.Tensor
@@ -311,7 +339,7 @@ class PagedKVCache:
             index, keys, values = index[good], keys[:, good], values[:, good]
         if index.shape[0] == 0:
             return
-        shadow.record[:, index] = pack(quantise(keys))
+        shadow.record[:, index], shadow.low[:, index] = pack(quantise(keys))
         exact = values.double()
         centre = exact.mean(dim=-2).float().to(torch.float16)
         away = (exact - centre.double().unsqueeze(-2)).norm(dim=-1).amax(dim=-1)

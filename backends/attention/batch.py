@@ -271,16 +271,18 @@ class PagedBatch:
         kept: FloatArray,
         mass: FloatArray,
         read_tokens: FloatArray,
+        low_planes: IntArray,
         output_error: FloatArray | None,
     ) -> None:
         """Account for one pruned layer of all rows in :attr:`pruned`.
 
         ``kept`` (n,) share of (KV head, page) pairs read, ``mass`` (n, H), ``read_tokens`` (n,) tokens whose K and V
-        were read, mean over KV heads, ``output_error`` (n,).
+        were read, mean over KV heads, ``low_planes`` (n,) low planes read, all KV heads, ``output_error`` (n,).
         """
         index, candidates = self.pruned.rows, int(self.pruned.candidates.shape[0])
         per_page = self.cache.score_page_bytes + (self.cache.value_page_bytes if output_error is not None else 0)
         self.kv_bytes += float(read_tokens.sum()) * self.cache.token_bytes + candidates * per_page
+        self.kv_bytes += int(low_planes.sum()) * self.cache.low_page_bytes
         self._kept[index] += kept
         self._layers[index] += 1
         self._mass_sum[index] += mass.mean(axis=1)

@@ -162,7 +162,7 @@ def _native_decode(
     layout, mass = paged.pruned, result.mass[pruned]
     share = result.read[pruned].mean(axis=1) / layout.n_pages
     left_out = layout.n_pages - result.read[pruned].mean(axis=1)
-    read = layout.length - cache.page_tokens * left_out
+    read, fine = layout.length - cache.page_tokens * left_out, result.fine[pruned].sum(axis=1)
     error = None
     if details:
         assert result.kept is not None
@@ -174,7 +174,7 @@ def _native_decode(
             error = output_errors(paged, layer, out[layout.tokens], kept=columns, mass=mass)
         if paged.audit:
             audit_rows(paged, layer, query[:, layout.tokens].transpose(0, 1), scoring, kept=columns, mass=mass)
-    paged.record_pruned(share, mass, read, error)
+    paged.record_pruned(share, mass, read, fine, error)
 
 
 def _refuse(attention_mask: torch.Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:

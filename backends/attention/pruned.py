@@ -3,8 +3,9 @@
 All pruned rows of a step go through at once; their page lists are padded, padding is masked and never read as a value.
 
 1. Read the fixed pages (sinks, recent, not sealed) exactly: a partial state, and an interval on its log-mass.
-2. Bound every candidate page's log-mass from 8-bit codes (:func:`page_bounds`).
-3. Choose under the row's budget (``entropic_ctl.pruning.select``).
+2. Bound every candidate page's log-mass from the high half of its codes (:func:`page_bounds`), and drop what all query
+   heads of a group would drop within ``COARSE_SHARE`` of the budget.
+3. Bound the others from all of their codes, and choose under the whole budget (``entropic_ctl.pruning.select``).
 4. Read the chosen pages per KV head, merge with the fixed state.
 5. Certify again with the real sum over what was read: m <= U / (U + Z_K).
 
@@ -37,10 +38,13 @@ from backends.attention.reference import Scoring, State, attend, merge, with_sin
 from backends.attention.rows import PrunedRows, Row
 from backends.kv_cache import PagedKVCache, unpack
 from entropic_ctl.pruning.certificate import mass_bound, output_error
-from entropic_ctl.pruning.select import select
-from entropic_ctl.signals import FloatArray
+from entropic_ctl.pruning.select import Selection, select
+from entropic_ctl.signals import FloatArray, IntArray
 
-__all__ = ["audit_rows", "output_errors", "page_bounds", "pruned_decode", "true_page_mass"]
+__all__ = ["COARSE_SHARE", "audit_rows", "output_errors", "page_bounds", "pruned_decode", "true_page_mass"]
+
+COARSE_SHARE = 0.15
+"""Share of the budget (of e^theta - 1) that pages may be charged on the bounds of their high half."""
 
 _U = 2.0**-24  # unit roundoff of float32
 
@@ -59,6 +63,8 @@ def page_bounds(
     pages: torch.Tensor,
     query: torch.Tensor,
     scoring: Scoring,
+    *,
+    coarse: bool = False,
 ) -> tuple[FloatArray, FloatArray]:
     """Bound the log-mass of sealed pages from their shadow alone.
 
@@ -71,6 +77,8 @@ def page_bounds(
     query : float32 tensor, shape (S or 1, n_kv_heads, G, D)
         Exact values of the queries, grouped by KV head, one set per page or one for all.
     scoring : Scoring
+    coarse : bool
+        Read the high half of the codes only.
 
     Returns
     -------
@@ -78,17 +86,19 @@ def page_bounds(
         ln(sum over the page's tokens of exp(score)) in exact arithmetic lies between, for each query head.
     """
     shadow, size, dim = cache.shadow, cache.page_tokens, query.shape[-1]
-    keys = unpack(shadow.record[layer].index_select(0, pages), size, dim)
+    low = None if coarse else shadow.low[layer].index_select(0, pages)
+    keys = unpack(shadow.record[layer].index_select(0, pages), low, size, dim)
+    unread = 7.5 if coarse else 0.0
     weight, step = keys.weight.float().unsqueeze(-2), keys.step[..., None, None]
-    # scale (q.m + a sum_d (q_d w_d) c_d): the weight goes into the query, not into every key
-    s = torch.matmul(query * weight, keys.codes.float().transpose(-1, -2)) * step
+    # scale (q.m + a sum_d (q_d w_d) (c_d - 128)): the weight goes into the query, not into every key
+    s = torch.matmul(query * weight, (keys.codes.float() + (unread - 128.0)).transpose(-1, -2)) * step
     s = (s + torch.matmul(query, keys.centre.float().unsqueeze(-1))) * scoring.scale
     if scoring.softcap is not None:
         s = scoring.softcap * torch.tanh(s / scoring.softcap)
     centre = _host(torch.logsumexp(s, dim=-1).flatten(1))
     # |q| . w: all terms are non-negative, so float32 is off by a factor of at most 1 + g_{D+6}
     reach = torch.matmul(query.abs(), weight.transpose(-1, -2)).squeeze(-1).double()  # (S, n_kv_heads, G)
-    error = keys.error.double().unsqueeze(-1)
+    error = (keys.error.double() + unread * keys.step.double()).unsqueeze(-1)
     rounding = query.double().norm(dim=-1) * keys.norm.double().unsqueeze(-1) * (_gamma(dim + 32) * (1.0 + 1e-9))
     delta = _host((reach * error * (1.0 + 2.0 * _gamma(dim + 6)) + rounding).flatten(1)) * abs(scoring.scale) + 1e-30
     delta += _lse_slack(centre, size) + (8 * _U * scoring.softcap if scoring.softcap is not None else 0.0)
@@ -146,32 +156,16 @@ def pruned_decode(
     lse = _host(state.lse.flatten(1))
     slack = _exact_slack(q_norm, norm, lse, rows.fixed_tokens, dim) + cap
 
-    width = rows.padded.shape[1]
-    lower, upper = np.full((2, n, n_heads, width + 1), -np.inf)  # padding: empty pages; last column: all fixed pages
-    per_page = q[torch.from_numpy(rows.candidate_row).to(q.device)] if n > 1 else q
-    low, up = page_bounds(cache, layer, rows.candidates, per_page, scoring)
-    lower[rows.candidate_row, :, rows.candidate_at] = low
-    upper[rows.candidate_row, :, rows.candidate_at] = up
     known = np.isfinite(lse) & np.isfinite(slack)
-    lower[:, :, width] = np.where(known, lse - slack, -np.inf)
-    upper[:, :, width] = np.where(known, lse + slack, np.inf)
-    chosen = select(
-        lower.reshape(n * n_heads, width + 1),
-        upper.reshape(n * n_heads, width + 1),
-        np.arange(width + 1) == width,
-        np.repeat(rows.theta_nats, heads),
-        n * heads,
-        selection=paged.pruning.selection,
-    )
-    kept = chosen.kept.reshape(n, heads, width + 1)[:, :, :width]
-    kept &= (np.arange(width) < rows.n_candidates[:, None])[:, None]
+    ends = np.where(known, lse - slack, -np.inf), np.where(known, lse + slack, np.inf)
+    kept, chosen_mass, log_pruned, fine = _choose(paged, layer, q, scoring, ends)
     state = merge(state, _attend_kept(cache, layer, rows, q, kept=kept, scoring=scoring))
 
     sealed_norm = _key_norms(cache, layer, rows.padded).amax(dim=1)  # (n, n_kv_heads)
     norm = np.repeat(_host(torch.maximum(fixed_norm, sealed_norm)), n_heads // heads, axis=1)
     lse = _host(state.lse.flatten(1))
     log_kept = lse - _exact_slack(q_norm, norm, lse, rows.length, dim) - cap
-    mass = np.minimum(chosen.mass, mass_bound(chosen.log_pruned, log_kept.reshape(-1))).reshape(n, n_heads)
+    mass = np.minimum(chosen_mass, mass_bound(log_pruned, log_kept.reshape(-1))).reshape(n, n_heads)
     if s_aux is not None:  # one more kept term: the mass lost, as a share of the total, only shrinks
         state = with_sink(state, s_aux.reshape(heads, -1))
 
@@ -181,10 +175,54 @@ def pruned_decode(
     error = (
         output_errors(paged, layer, state.out.flatten(1, 2), kept=kept, mass=mass) if paged.want_output_error else None
     )
-    paged.record_pruned(share, mass, read, error)
+    paged.record_pruned(share, mass, read, fine, error)
     if paged.audit:
         audit_rows(paged, layer, query, scoring, kept=kept, mass=mass)
     return state.out.reshape(n, n_heads, dim).to(query.dtype)
+
+
+def _choose(
+    paged: PagedBatch, layer: int, query: torch.Tensor, scoring: Scoring, fixed: tuple[FloatArray, FloatArray]
+) -> tuple[npt.NDArray[np.bool_], FloatArray, FloatArray, IntArray]:
+    """Choose the candidates to read, in two looks.
+
+    ``fixed`` (n, H) bounds the log-mass of the fixed pages. Returns kept (n, n_kv_heads, C), the mass bound and the
+    log-mass of what is dropped, both (n * H,), and how many low planes were read, (n,), summed over KV heads.
+    """
+    cache, rows = paged.cache, paged.pruned
+    n, heads, group = query.shape[:3]
+    width = rows.padded.shape[1]
+    lower, upper = np.full((2, n, heads * group, width + 1), -np.inf)  # padding: empty pages; last column: fixed pages
+    lower[:, :, width], upper[:, :, width] = fixed
+    per_page = query[torch.from_numpy(rows.candidate_row).to(query.device)] if n > 1 else query
+
+    def look(theta: FloatArray, log_spent: FloatArray | None) -> Selection:
+        return select(
+            lower.reshape(-1, width + 1),
+            upper.reshape(-1, width + 1),
+            np.arange(width + 1) == width,
+            np.repeat(theta, heads),
+            n * heads,
+            selection=paged.pruning.selection,
+            log_spent=log_spent,
+        )
+
+    def bound(*, coarse: bool) -> None:
+        low, up = page_bounds(cache, layer, rows.candidates, per_page, scoring, coarse=coarse)
+        lower[rows.candidate_row, :, rows.candidate_at] = low
+        upper[rows.candidate_row, :, rows.candidate_at] = up
+
+    bound(coarse=True)
+    first = look(np.log1p(COARSE_SHARE * np.expm1(rows.theta_nats)), None)
+    unsure = first.kept.reshape(n, heads, width + 1)
+    bound(coarse=False)
+    out = np.repeat(~unsure, group, axis=1)
+    lower[out], upper[out] = -np.inf, -np.inf  # dropped already: what they may hold is in ``log_spent``
+    second = look(rows.theta_nats, first.log_pruned)
+    real = np.arange(width) < rows.n_candidates[:, None]
+    kept = second.kept.reshape(n, heads, width + 1)[:, :, :width] & unsure[:, :, :width] & real[:, None]
+    fine = (unsure[:, :, :width] & real[:, None]).sum(axis=(1, 2))
+    return kept, second.mass, second.log_pruned, fine
 
 
 def _key_norms(cache: PagedKVCache, layer: int, pages: torch.Tensor) -> torch.Tensor:

@@ -25,12 +25,12 @@ MAX_HEAD_DIM = 256
 """Widest head the kernels hold."""
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_POINTERS = "out token length table theta candidate sinks mass read kept lse"
+_POINTERS = "out token length table theta candidate sinks mass read fine kept lse"
 
 
 class _Pool(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("k", "v", "record")),
+        *((name, ctypes.c_void_p) for name in ("k", "v", "record", "low")),
         ("record_bytes", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("heads", "page", "dim", "dtype")),
     )
@@ -50,13 +50,16 @@ class _Work(ctypes.Structure):
 
 
 def _pool(cache: PagedKVCache, layer: int, *, shadow: bool) -> _Pool:
-    record, size = None, 0
+    record = low = None
+    size = 0
     if shadow:
-        record, size = cache.shadow.record[layer].data_ptr(), cache.shadow.record.shape[-1]
+        record, low = cache.shadow.record[layer].data_ptr(), cache.shadow.low[layer].data_ptr()
+        size = cache.shadow.record.shape[-1]
     return _Pool(
         cache.k[layer].data_ptr(),
         cache.v[layer].data_ptr(),
         record,
+        low,
         size,
         cache.n_kv_heads,
         cache.page_tokens,
@@ -140,14 +143,15 @@ class DecodeResult:
     ----------
     mass : FloatArray, shape (n, H)
         Certified softmax mass of the pages not read.
-    read : int32 array, shape (n, n_kv_heads)
-        Pages whose K and V were read.
+    read, fine : int32 array, shape (n, n_kv_heads)
+        Pages whose K and V were read; pages whose low plane was.
     kept : uint8 array, shape (n, n_kv_heads, P), or None
     lse : float32 array, shape (n, H)
     """
 
     mass: FloatArray
     read: npt.NDArray[np.int32]
+    fine: npt.NDArray[np.int32]
     kept: npt.NDArray[np.uint8] | None
     lse: npt.NDArray[np.float32]
 
@@ -189,7 +193,7 @@ def decode(
     n_heads, pages = query.shape[0], rows.table.shape[1]
     theta = rows.theta_nats if prunes else np.zeros(n)
     mass = np.zeros((n, n_heads))
-    read = np.zeros((n, heads), np.int32)
+    read, fine = np.zeros((2, n, heads), np.int32)
     kept = np.zeros((n, heads, pages), np.uint8) if want_kept else None
     lse = np.empty((n, n_heads), np.float32)
     logits = None if sinks is None else sinks.detach().to("cpu", torch.float32).contiguous()
@@ -202,6 +206,7 @@ def decode(
         None if logits is None else logits.data_ptr(),
         mass.ctypes.data,
         read.ctypes.data,
+        fine.ctypes.data,
         None if kept is None else kept.ctypes.data,
         lse.ctypes.data,
         pages,
@@ -216,4 +221,4 @@ def decode(
     )
     pool = _pool(cache, layer, shadow=bool((theta > 0).any()))
     library().entropic_decode(ctypes.byref(pool), ctypes.byref(work))
-    return DecodeResult(mass, read, kept, lse)
+    return DecodeResult(mass, read, fine, kept, lse)

@@ -115,6 +115,7 @@ def select(
     n_kv_heads: int,
     *,
     selection: str = "union",
+    log_spent: FloatArray | None = None,
 ) -> Selection:
     """Return the pages each KV head must read and the certificate of each query head.
 
@@ -132,6 +133,9 @@ def select(
     n_kv_heads : int
         Divides H.
     selection : {"union", "group_mean"}
+    log_spent : FloatArray, shape (H,), optional
+        ln of the upper bound on the mass of pages dropped before, which are not among these: it is charged to the same
+        budget. ``mass`` and ``log_pruned`` include it.
 
     Raises
     ------
@@ -151,10 +155,16 @@ def select(
         return Selection(np.ones((n_kv_heads, pages), np.bool_), nothing, np.full(n_heads, -np.inf))
     lo = np.where(lo == np.inf, -np.inf, lo)
     top = np.maximum(np.where(up == np.inf, -np.inf, up).max(axis=1), lo.max(axis=1))  # finite reference per head
+    if log_spent is not None:
+        top = np.maximum(top, log_spent)
     known = np.isfinite(top)
     top = np.where(known, top, 0.0)[:, None]
     weight_up, weight_lo = np.exp(up - top), np.exp(lo - top)
     weight_up = np.where(up > -np.inf, np.maximum(weight_up, _TINY), 0.0)  # an underflow is not an empty page
+    spent = np.zeros((n_heads, 1))
+    if log_spent is not None:
+        was = log_spent[:, None]
+        spent = np.where(was > -np.inf, np.maximum(np.exp(was - top), _TINY), 0.0)
 
     if selection == "union":
         rank = up
@@ -171,10 +181,10 @@ def select(
     sorted_up = np.take_along_axis(weight_up, position, axis=1)
     sorted_lo = np.take_along_axis(weight_lo, position, axis=1)
     # column k: the first k + 1 pages of the order are dropped, the rest are kept (suffix sums: no cancellation)
-    dropped = np.cumsum(sorted_up, axis=1)
+    dropped = spent + np.cumsum(sorted_up, axis=1)
     rest = np.zeros_like(dropped)
     rest[:, :-1] = np.cumsum(sorted_lo[:, :0:-1], axis=1)[:, ::-1]
-    mass = _mass(dropped, rest, pages)
+    mass = _mass(dropped, rest, pages + 1)
     loss = kl_nats(mass.reshape(families, heads, pages).mean(axis=1) * (1 + heads * _EPS if heads > 1 else 1.0))
     each = np.repeat(np.broadcast_to(theta, n_kv_heads), families // n_kv_heads)[:, None]
     allowed = (loss <= each) & (each > 0)
@@ -188,12 +198,12 @@ def select(
     needed = place >= count[:, None]  # (families, P)
     kept = needed.reshape(n_kv_heads, -1, pages).any(axis=1)
     pruned = np.repeat(~kept, group, axis=0)
-    lost = np.where(pruned, weight_up, 0.0).sum(axis=1)
-    final = _mass(lost, np.where(pruned, 0.0, weight_lo).sum(axis=1), pages)
+    lost = spent[:, 0] + np.where(pruned, weight_up, 0.0).sum(axis=1)
+    final = _mass(lost, np.where(pruned, 0.0, weight_lo).sum(axis=1), pages + 1)
     if heads == 1:  # the head's own prefix holds all that was dropped: its bound is valid too (rounding aside, larger)
-        own = np.where(count > 0, mass[np.arange(n_heads), np.maximum(count, 1) - 1], 0.0)
+        own = np.where(count > 0, mass[np.arange(n_heads), np.maximum(count, 1) - 1], final)
         final = np.minimum(final, own)
-    slack = (2 * pages + 800) * _EPS
+    slack = (2 * (pages + 1) + 800) * _EPS
     with np.errstate(divide="ignore"):
         log_pruned = np.log(lost * (1 + slack))
     # log to 4 ulp of at most 745, and two sums: under 10 * 2^-53 per unit of what is multiplied here

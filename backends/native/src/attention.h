@@ -13,6 +13,7 @@ enum Dtype : int32_t { kBf16 = 0, kHalf = 1, kFloat = 2 };
 struct Pool {
   const void *k, *v;
   const uint8_t* record;  // (pages, heads, record_bytes), or null without a shadow
+  const uint32_t* low;    // (pages, heads, blocks, groups, 16)
   int64_t record_bytes;
   int32_t heads, page, dim, dtype;
 };
@@ -30,6 +31,7 @@ struct Work {
   const float* sinks;        // (H): learned sink logits, or null
   double* mass;              // (rows, H): certified pruned mass
   int32_t* read;             // (rows, heads): pages read exactly
+  int32_t* fine;             // (rows, heads): pages whose low plane was read
   uint8_t* kept;             // (rows, heads, table_stride), or null: 1 where a page was read
   float* lse;                // (rows, H), or null: log-sum-exp, sinks included
   int64_t table_stride;
@@ -86,34 +88,39 @@ double key_norm(const Pool& pool, int head, const Segment* segments, int64_t cou
 struct Bounds {
   int64_t count = 0, capacity = 0;
   std::vector<float> step, error, norm;                    // (capacity)
-  std::vector<float> centre, weight;                       // q.m, sum |qw|
+  std::vector<float> centre, weight_sum, weight_abs;       // q.m, sum qw, sum |qw|
   std::vector<float> mass, upper, lower;                   // in units of exp(reference)
-  std::vector<int32_t> dots;                               // (16, group, blocks, 16)
+  std::vector<int32_t> dots;                               // (capacity, group, blocks, 16): high plane
   void resize(int group, int64_t count, int blocks);
 };
 
-// Fills the bounds of all pages of the list.
-void score(const Pool& pool, int head, const int64_t* pages, const Query& query, const float* reference,
-           Bounds* bounds);
+// Bounds from the high plane of the pages at positions `which` of the list, then from both planes.
+void score_high(const Pool& pool, int head, const int64_t* pages, const std::vector<int32_t>& which, const Query& query,
+                const float* reference, Bounds* bounds);
+void score_low(const Pool& pool, int head, const int64_t* pages, const std::vector<int32_t>& which, const Query& query,
+               const float* reference, Bounds* bounds);
 
 // Which pages one query head may drop: ascending by upper bound (ties by place) while
-//   sum of upper <= f (base + sum of lower of the others).
+//   spent + sum of upper <= f (base + sum of lower of the others).
 struct Dropper {
   std::vector<float> upper[3], lower[3];
   std::vector<int32_t> place[3];
   std::vector<int32_t> order;
   // Adds 1 to votes[i] for each of the `count` pages it may drop.
-  void vote(const float* upper_bound, const float* lower_bound, int64_t count, double base, double f, int32_t* votes);
+  void vote(const float* upper_bound, const float* lower_bound, int64_t count, double spent, double base, double f,
+            int32_t* votes);
 };
 
 // Offsets of the parts of a record; see Shadow in backends/kv_cache.py.
 struct Record {
-  int width, blocks;  // channels padded to 8; blocks of 16 tokens
-  explicit Record(const Pool& pool) : width(padded(pool.dim, 8)), blocks((pool.page + 15) / 16) {}
+  int groups, blocks, width;  // groups: 8 channels each; width: 8 groups
+  explicit Record(const Pool& pool)
+      : groups((pool.dim + 7) / 8), blocks((pool.page + 15) / 16), width(8 * groups) {}
   int weight() const { return 16; }
   int centre() const { return 16 + width; }
-  int codes() const { return 16 + 3 * width; }
-  int bytes() const { return codes() + 16 * blocks * width; }
+  int high() const { return 16 + 3 * width; }
+  int plane() const { return 64 * blocks * groups; }
+  int bytes() const { return high() + plane(); }
 };
 
 }  // namespace attention

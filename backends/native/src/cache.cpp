@@ -18,7 +18,7 @@ float up(double x) {  // to float32, away from zero (x >= 0)
 constexpr double kHalfMax = 65504.0;
 
 // One (page, KV head): keys (page, dim) as float64 in `k`. False if a value is not finite or beyond float16.
-bool seal_keys(const Pool& pool, const Record& shape, const double* k, uint8_t* record) {
+bool seal_keys(const Pool& pool, const Record& shape, const double* k, uint8_t* record, uint32_t* low) {
   const int dim = pool.dim, page = pool.page;
   std::vector<double> minimum(dim), maximum(dim), radius(dim);
   std::vector<float> centre(dim);
@@ -35,7 +35,8 @@ bool seal_keys(const Pool& pool, const Record& shape, const double* k, uint8_t* 
     widest = std::max(widest, radius[d]);
   }
   std::memset(record, 0, shape.bytes());
-  int8_t* codes = reinterpret_cast<int8_t*>(record + shape.codes());
+  std::memset(low, 0, shape.plane());
+  uint32_t* high = reinterpret_cast<uint32_t*>(record + shape.high());
   // weights: radius in units of widest / 255, rounded up; 127.5 steps of w a reach it
   const float step = up(widest / (255.0 * 127.5));
   double error = 0.0, square_most = 0.0;
@@ -46,11 +47,15 @@ bool seal_keys(const Pool& pool, const Record& shape, const double* k, uint8_t* 
     const uint16_t bits = to_half(centre[d]).bits;
     std::memcpy(record + shape.centre() + 2 * d, &bits, 2);
     const double unit = w * static_cast<double>(step), m = centre[d];
+    const int nibble = 4 * (((d & 7) >> 1) + 4 * (d & 1));
     for (int t = 0; t < page; ++t) {
       const double x = k[static_cast<int64_t>(t) * dim + d];
-      const double code = unit > 0.0 ? std::min(127.0, std::max(-128.0, std::nearbyint((x - m) / unit))) : 0.0;
-      error = std::max(error, std::fabs(x - (m + unit * code)) / w);
-      codes[(static_cast<int64_t>(t / 16) * shape.width + (d & ~1)) * 16 + 2 * (t % 16) + (d & 1)] = static_cast<int8_t>(code);
+      const double code = unit > 0.0 ? std::min(255.0, std::max(0.0, std::nearbyint((x - m) / unit) + 128.0)) : 128.0;
+      error = std::max(error, std::fabs(x - (m + unit * (code - 128.0))) / w);
+      const uint32_t c = static_cast<uint32_t>(code);
+      const int64_t at = (static_cast<int64_t>(t / 16) * shape.groups + d / 8) * 16 + t % 16;
+      high[at] |= (c >> 4) << nibble;
+      low[at] |= (c & 15u) << nibble;
     }
     reach[d] = std::fabs(m) + 128.0 * unit;
   }
@@ -84,7 +89,7 @@ void read_page(const void* base, int32_t dtype, int64_t at, int64_t n, double* o
 
 }  // namespace
 
-// Seals `count` pages in `layers` layers. Strides in elements from one layer to the next of k and v; of record,
+// Seals `count` pages in `layers` layers. Strides in elements from one layer to the next of k and v; of record, low,
 // value centre (half), value radius the arrays are (layers, pages, heads, ...), contiguous. sealed[i] becomes 0 where
 // page i has a value that cannot be sealed in some layer.
 extern "C" void entropic_seal(const Pool* pool_, int64_t layers, int64_t pages, const int64_t* ids, int64_t count,
@@ -101,7 +106,8 @@ extern "C" void entropic_seal(const Pool* pool_, int64_t layers, int64_t pages, 
       for (int h = 0; h < pool.heads; ++h) {
         const int64_t cell = (layer * pages + page) * pool.heads + h;
         read_page(pool.k, pool.dtype, cell * size, size, x.data());
-        bool ok = seal_keys(pool, shape, x.data(), const_cast<uint8_t*>(pool.record) + cell * pool.record_bytes);
+        bool ok = seal_keys(pool, shape, x.data(), const_cast<uint8_t*>(pool.record) + cell * pool.record_bytes,
+                            const_cast<uint32_t*>(pool.low) + cell * (shape.plane() / 4));
         read_page(pool.v, pool.dtype, cell * size, size, x.data());
         double farthest = 0.0;
         for (int d = 0; d < pool.dim; ++d) {

@@ -2,6 +2,7 @@
 // certified for the others. Work is cut by (row, KV head) and, where exact, by a fixed number of pages, so that what a
 // row gets does not depend on the rest of the batch or on the number of threads.
 #include <algorithm>
+#include <numeric>
 
 #include "attention.h"
 #include "pool.h"
@@ -12,6 +13,7 @@ namespace {
 using namespace simd;
 
 constexpr int kTaskTokens = 2048;   // exact rows: tokens per task
+constexpr double kCoarse = 0.15;    // share of the budget that pages may spend on their 4-bit bounds
 constexpr double kUnit = 5.9604644775390625e-8;  // 2^-24
 
 double gamma(int n) { return n * kUnit / (1.0 - n * kUnit); }
@@ -27,10 +29,10 @@ struct Scratch {  // one per thread
   Query query;
   Bounds bounds;
   State state;
-  std::vector<float> weight;
+  std::vector<float> weight, upper, lower;
   std::vector<Segment> segments;
   std::vector<int64_t> pages;
-  std::vector<int32_t> place, votes;
+  std::vector<int32_t> place, unsure, votes;
   std::vector<uint8_t> out;
   Dropper dropper;
 };
@@ -129,19 +131,49 @@ void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) 
   const double budget = std::expm1(w.theta[row]) * (1.0 - (static_cast<double>(count) + 64.0) * 8.0 * kUnit);
   std::vector<double> dropped(group, 0.0);
   s->out.assign(count, 0);
+  s->unsure.clear();
   if (known && budget > 0.0) {
     Bounds& b = s->bounds;
     b.resize(group, count, Record(pool).blocks);
-    score(pool, head, s->pages.data(), s->query, reference.data(), &b);
+    s->unsure.resize(count);
+    std::iota(s->unsure.begin(), s->unsure.end(), 0);
+
+    score_high(pool, head, s->pages.data(), s->unsure, s->query, reference.data(), &b);
+
     s->votes.assign(count, 0);
     for (int g = 0; g < group; ++g)
-      s->dropper.vote(&b.upper[g * b.capacity], &b.lower[g * b.capacity], count, base[g], budget, s->votes.data());
+      s->dropper.vote(&b.upper[g * b.capacity], &b.lower[g * b.capacity], count, 0.0, base[g], kCoarse * budget,
+                      s->votes.data());
+
+    s->unsure.clear();
     for (int64_t p = 0; p < count; ++p) {
-      if (s->votes[p] != group) continue;
+      s->out[p] = s->votes[p] == group;
+      if (!s->out[p]) s->unsure.push_back(static_cast<int32_t>(p));
+    }
+    for (int g = 0; g < group; ++g)
+      for (int64_t p = 0; p < count; ++p)
+        if (s->out[p]) dropped[g] += b.upper[g * b.capacity + p];
+
+    score_low(pool, head, s->pages.data(), s->unsure, s->query, reference.data(), &b);
+
+    const int64_t left = static_cast<int64_t>(s->unsure.size());
+    s->upper.resize(left), s->lower.resize(left);
+    s->votes.assign(left, 0);
+    for (int g = 0; g < group; ++g) {
+      for (int64_t i = 0; i < left; ++i) {
+        s->upper[i] = b.upper[g * b.capacity + s->unsure[i]];
+        s->lower[i] = b.lower[g * b.capacity + s->unsure[i]];
+      }
+      s->dropper.vote(s->upper.data(), s->lower.data(), left, dropped[g], base[g], budget, s->votes.data());
+    }
+    for (int64_t i = 0; i < left; ++i) {
+      if (s->votes[i] != group) continue;
+      const int32_t p = s->unsure[i];
       s->out[p] = 1;
       for (int g = 0; g < group; ++g) dropped[g] += b.upper[g * b.capacity + p];
     }
   }
+
   const int64_t fixed_end = fixed;
   for (int64_t p = 0; p < count; ++p) {
     if (s->out[p]) continue;
@@ -167,12 +199,14 @@ void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) 
   }
   const int64_t cell = row * pool.heads + head;
   w.read[cell] = static_cast<int32_t>(read);
+  w.fine[cell] = static_cast<int32_t>(s->unsure.size());
   if (w.kept != nullptr) {
     uint8_t* kept = w.kept + cell * w.table_stride;
     std::fill(kept, kept + pages, uint8_t{1});
     for (int64_t p = 0; p < count; ++p) kept[s->place[p]] = !s->out[p];
   }
   write_out(w, pool, row, head, s->state, pairs_used(w, pool));
+
 }
 
 struct Task {

@@ -8,14 +8,14 @@ namespace attention {
 
 using namespace simd;
 
-void Dropper::vote(const float* upper_bound, const float* lower_bound, int64_t count, double base, double f,
-                   int32_t* votes) {
+void Dropper::vote(const float* upper_bound, const float* lower_bound, int64_t count, double spent, double base,
+                   double f, int32_t* votes) {
   const size_t room = static_cast<size_t>(count) + 16;
   for (int i = 0; i < 3; ++i) {
     if (upper[i].size() < room) upper[i].resize(room), lower[i].resize(room), place[i].resize(room);
   }
   int now = 0;
-  double rest = base, spent = 0.0;
+  double rest = base;
   for (int64_t i = 0; i < count; ++i) {
     upper[0][i] = upper_bound[i], lower[0][i] = lower_bound[i], place[0][i] = static_cast<int32_t>(i);
     rest += lower_bound[i];

@@ -133,6 +133,13 @@ inline Vec exp(Vec a) {
   return {_mm512_mask_mov_ps(p, _mm512_cmp_ps_mask(a.v, _mm512_set1_ps(88.7f), _CMP_GT_OQ), _mm512_set1_ps(kInfinity))};
 }
 
+// 2^x from above: at most 1.0616 times it (a chord in each octave); 0 below -125, infinity from 128.
+inline Vec exp2_above(Vec x) {
+  const __m512 t = _mm512_min_ps(_mm512_set1_ps(128.0f), _mm512_max_ps(_mm512_set1_ps(-126.0f), x.v));
+  const __m512 bits = _mm512_fmadd_ps(t, _mm512_set1_ps(8388608.0f), _mm512_set1_ps(1065353216.0f));
+  return {_mm512_castsi512_ps(_mm512_cvtps_epi32(bits))};
+}
+
 // Appends (a, b, c) of the lanes with a <= limit to one list and of the others to another; returns how many went left.
 inline int part(Vec a, Vec b, Ints c, int n, Vec limit, float* la, float* lb, int32_t* lc, float* ra, float* rb,
                 int32_t* rc) {
@@ -151,13 +158,18 @@ inline Ints load_ints(const void* p) { return {_mm512_loadu_si512(p)}; }
 inline void store_ints(void* p, Ints a) { _mm512_storeu_si512(p, a.v); }
 inline Ints set_ints(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline Vec to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
-// 32 signed bytes as int16: the pair of channels of each token
-inline Ints load_bytes(const int8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p))}; }
+// the int16 pair of nibbles i and i + 4 of each lane
+template <int I>
+inline Ints nibbles(Ints x) {
+  return {_mm512_and_si512(_mm512_srli_epi32(x.v, 4 * I), _mm512_set1_epi32(0x000f000f))};
+}
 inline Ints set_pair(const int16_t* p) {  // the same two int16 in every lane
   int32_t pair;
   std::memcpy(&pair, p, 4);
   return {_mm512_set1_epi32(pair)};
 }
+// 16 a + b
+inline Ints shifted_sum(Ints a, Ints b) { return {_mm512_add_epi32(_mm512_slli_epi32(a.v, 4), b.v)}; }
 // acc + a.lo b.lo + a.hi b.hi on int16 pairs
 inline Ints pairs_dot(Ints acc, Ints a, Ints b) {
 #ifdef __AVX512VNNI__
@@ -255,6 +267,14 @@ inline Vec exp(Vec a) {
   ENTROPIC_EACH a.v[i] = a.v[i] < -87.0f ? 0.0f : std::exp(a.v[i]);
   return a;
 }
+inline Vec exp2_above(Vec a) {
+  ENTROPIC_EACH {
+    const float t = a.v[i] < -126.0f ? -126.0f : a.v[i] > 128.0f ? 128.0f : a.v[i];
+    const int32_t bits = static_cast<int32_t>(std::nearbyint(static_cast<double>(t) * 8388608.0 + 1065353216.0));
+    std::memcpy(&a.v[i], &bits, 4);
+  }
+  return a;
+}
 inline int part(Vec a, Vec b, Ints c, int n, Vec limit, float* la, float* lb, int32_t* lc, float* ra, float* rb,
                 int32_t* rc) {
   int left = 0, right = 0;
@@ -283,18 +303,19 @@ inline Vec to_floats(Ints a) {
   ENTROPIC_EACH o.v[i] = static_cast<float>(a.v[i]);
   return o;
 }
-inline Ints load_bytes(const int8_t* p) {
-  Ints o;
-  ENTROPIC_EACH {
-    const uint32_t low = static_cast<uint16_t>(static_cast<int16_t>(p[2 * i]));
-    o.v[i] = static_cast<int32_t>(low | static_cast<uint32_t>(static_cast<uint16_t>(static_cast<int16_t>(p[2 * i + 1]))) << 16);
-  }
-  return o;
+template <int I>
+inline Ints nibbles(Ints x) {
+  ENTROPIC_EACH x.v[i] = static_cast<int32_t>((static_cast<uint32_t>(x.v[i]) >> (4 * I)) & 0x000f000fu);
+  return x;
 }
 inline Ints set_pair(const int16_t* p) {
   int32_t pair;
   std::memcpy(&pair, p, 4);
   return set_ints(pair);
+}
+inline Ints shifted_sum(Ints a, Ints b) {
+  ENTROPIC_EACH b.v[i] += 16 * a.v[i];
+  return b;
 }
 inline Ints pairs_dot(Ints acc, Ints a, Ints b) {
   ENTROPIC_EACH {
