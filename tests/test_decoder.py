@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_backends_architectures import RUNS, build, prompt
+from test_model_breadth import RUNS, build, prompt
 from tiny_model import tiny_llama
 
 from backends import decoder as decoders

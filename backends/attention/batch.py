@@ -19,7 +19,7 @@ import torch
 from backends.attention.precision import require_full_float32
 from backends.attention.rows import PrunedRows, Row
 from backends.kv_cache import PagedKVCache
-from backends.native import DecodeRows
+from backends.native import AttendRows
 from entropic_ctl.errors import BadInputError, EntropicError
 from entropic_ctl.pruning.base import PruningConfig
 from entropic_ctl.pruning.certificate import kl_nats
@@ -180,19 +180,18 @@ class PagedBatch:
         return PrunedRows.of(self.rows, self.cache.page_tokens)
 
     @cached_property
-    def decoding(self) -> DecodeRows | None:
-        """The rows that run one token, as the C++ kernels take them; None if there are none."""
-        rows = [row for row in self.rows if row.stop - row.start == 1]
-        if not rows:
-            return None
-        width = max(row.table.shape[0] for row in rows)
+    def packed(self) -> AttendRows:
+        """The rows as the C++ kernels take them."""
+        rows = self.rows
+        width = max((row.table.shape[0] for row in rows), default=0)
         table, candidate = np.zeros((len(rows), width), np.int64), np.zeros((len(rows), width), np.uint8)
         for i, row in enumerate(rows):
             table[i, : row.table.shape[0]] = row.table
             candidate[i, row.candidates] = 1
-        return DecodeRows(
+        return AttendRows(
             token=np.array([row.start for row in rows], np.int64),
             length=np.array([row.length for row in rows], np.int64),
+            span=np.array([row.stop - row.start for row in rows], np.int64),
             table=table,
             candidate=candidate,
             theta_nats=np.array([row.theta_nats for row in rows]),

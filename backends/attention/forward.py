@@ -12,7 +12,7 @@ from backends.attention.batch import RUNNING, PagedBatch
 from backends.attention.pruned import audit_rows, output_errors, pruned_decode
 from backends.attention.reference import Scoring, State, attend, visible, window_pages, with_sink
 from backends.attention.rows import Row
-from backends.native import decode
+from backends.native import attend as native_attend
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.select import heads_per_group
 
@@ -110,22 +110,21 @@ def paged_attention(
     out = torch.empty(query.shape[2], query.shape[1], query.shape[3], dtype=query.dtype, device=query.device)
     prunes = layer >= paged.pruning.dense_layers and sliding_window is None
     native = cache.native and paged.pruning.selection == "union" and query.dtype in NATIVE_DTYPES
-    if native and paged.decoding is not None:
-        _native_decode(paged, layer, query[0], out, scoring, prunes=prunes, window=sliding_window, s_aux=s_aux)
+    if native:
+        _native(paged, layer, query[0], out, scoring, prunes=prunes, window=sliding_window, s_aux=s_aux)
+        return out[..., :value_dim].unsqueeze(0), None
     for row in paged.rows:
-        if native and row.stop - row.start == 1:
-            continue
         if not (prunes and row.theta_nats > 0.0):
             q = query[0, :, row.start : row.stop]
             o = _dense(paged, layer, row, q, scoring, window=sliding_window, s_aux=s_aux)
             out[row.start : row.stop] = o.transpose(0, 1)
-    if not native and prunes and any(row.theta_nats > 0.0 for row in paged.rows):
+    if prunes and any(row.theta_nats > 0.0 for row in paged.rows):
         at = paged.pruned.tokens
         out[at] = pruned_decode(paged, layer, query[0].transpose(0, 1)[at], scoring, s_aux=s_aux)
     return out[..., :value_dim].unsqueeze(0), None
 
 
-def _native_decode(
+def _native(
     paged: PagedBatch,
     layer: int,
     query: torch.Tensor,
@@ -136,11 +135,10 @@ def _native_decode(
     window: int | None,
     s_aux: torch.Tensor | None,
 ) -> None:
-    """Attend in C++ for all rows of one token, query (H, T, D) -> their places in ``out`` (T, H, D)."""
-    cache, rows = paged.cache, paged.decoding
-    assert rows is not None
+    """Attend in C++ for all rows, query (H, T, D) -> ``out`` (T, H, D)."""
+    cache, rows = paged.cache, paged.packed
     details = paged.audit or paged.want_output_error
-    result = decode(
+    result = native_attend(
         cache,
         layer,
         query,
@@ -154,9 +152,8 @@ def _native_decode(
         want_kept=details,
     )
     pruned = prunes & (rows.theta_nats > 0)
-    for length in rows.length[~pruned]:
-        seen = length if window is None else min(length, window + paged.sink_tokens)
-        paged.record_dense(int(seen))
+    most = rows.length if window is None else np.where(rows.span > 1, rows.length, window + paged.sink_tokens)
+    paged.record_dense(int(np.minimum(rows.length, most)[~pruned].sum()))
     if not pruned.any():
         return
     layout, mass = paged.pruned, result.mass[pruned]

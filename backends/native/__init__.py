@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from backends.native.build import NativeUnavailableError, library, reason_unavailable
-from backends.native.paged import MAX_HEAD_DIM, DecodeResult, DecodeRows, decode, seal, write
+from backends.native.paged import MAX_HEAD_DIM, AttendResult, AttendRows, attend, seal, write
 
 __all__ = [
     "MAX_HEAD_DIM",
-    "DecodeResult",
-    "DecodeRows",
+    "AttendResult",
+    "AttendRows",
     "NativeUnavailableError",
-    "decode",
+    "attend",
     "library",
     "reason_unavailable",
     "seal",

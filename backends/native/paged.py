@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from backends.kv_cache import PagedKVCache
     from entropic_ctl.signals import FloatArray, IntArray
 
-__all__ = ["MAX_HEAD_DIM", "DecodeResult", "DecodeRows", "decode", "seal", "write"]
+__all__ = ["MAX_HEAD_DIM", "AttendResult", "AttendRows", "attend", "seal", "write"]
 
 MAX_HEAD_DIM = 256
 """Widest head the kernels hold."""
 
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_POINTERS = "out token length table theta candidate sinks mass read fine kept lse"
+_POINTERS = "out token length span table theta candidate sinks mass read fine kept lse"
 
 
 class _Pool(ctypes.Structure):
@@ -114,30 +114,32 @@ def seal(cache: PagedKVCache, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.bo
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """The n rows of a step that run one token.
+class AttendRows:
+    """The n rows of a step; row i runs ``span[i]`` tokens, each of which sees those up to itself.
 
     Parameters
     ----------
-    token, length : int64 array, shape (n,)
-        Place of the row's query in the packed axis; tokens cached, this one included.
+    token, length, span : int64 array, shape (n,)
+        Place of the row's first query in the packed axis; tokens cached, its own included; query tokens.
     table : int64 array, shape (n, P)
         Page ids, any number past the row's last page.
     candidate : uint8 array, shape (n, P)
         1 where a page may be left out.
     theta_nats : FloatArray, shape (n,)
+        Budgets; 0 where ``span`` is not 1.
     """
 
     token: IntArray
     length: IntArray
+    span: IntArray
     table: IntArray
     candidate: npt.NDArray[np.uint8]
     theta_nats: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeResult:
-    """What one layer read and lost, rows in the order of :class:`DecodeRows`; entries of exact rows are 0.
+class AttendResult:
+    """What one layer read and lost, rows in the order of :class:`AttendRows`; entries of exact rows are 0.
 
     Parameters
     ----------
@@ -156,12 +158,12 @@ class DecodeResult:
     lse: npt.NDArray[np.float32]
 
 
-def decode(
+def attend(
     cache: PagedKVCache,
     layer: int,
     query: torch.Tensor,
     out: torch.Tensor,
-    rows: DecodeRows,
+    rows: AttendRows,
     scoring: Any,
     *,
     prunes: bool,
@@ -169,8 +171,8 @@ def decode(
     sink_tokens: int = 0,
     sinks: torch.Tensor | None = None,
     want_kept: bool = False,
-) -> DecodeResult:
-    """Attend for the one new token of each row.
+) -> AttendResult:
+    """Attend for the new tokens of each row. What a token gets does not depend on how its row is cut, nor on the others.
 
     Parameters
     ----------
@@ -202,7 +204,7 @@ def decode(
         query.stride(1),
         query.stride(0),
         out.data_ptr(),
-        *(x.ctypes.data for x in (rows.token, rows.length, rows.table, theta, rows.candidate)),
+        *(x.ctypes.data for x in (rows.token, rows.length, rows.span, rows.table, theta, rows.candidate)),
         None if logits is None else logits.data_ptr(),
         mass.ctypes.data,
         read.ctypes.data,
@@ -220,5 +222,5 @@ def decode(
         scoring.softcap or 0.0,
     )
     pool = _pool(cache, layer, shadow=bool((theta > 0).any()))
-    library().entropic_decode(ctypes.byref(pool), ctypes.byref(work))
-    return DecodeResult(mass, read, fine, kept, lse)
+    library().entropic_attend(ctypes.byref(pool), ctypes.byref(work))
+    return AttendResult(mass, read, fine, kept, lse)

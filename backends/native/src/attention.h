@@ -1,4 +1,4 @@
-// Decode attention over the paged cache: shared types. See backends/attention/native.py for the Python side.
+// Attention over the paged cache: shared types. See backends/native/paged.py for the Python side.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -18,13 +18,15 @@ struct Pool {
   int32_t heads, page, dim, dtype;
 };
 
-// The decode rows of one step in one layer, and where their results go.
+// The rows of one step in one layer, and where their results go. A row is `span` query tokens, the last of those cached;
+// each sees the tokens up to itself. Only rows of one token are pruned.
 struct Work {
   const void* query;  // dtype query_dtype; element (token, head, d) at token * query_token + head * query_head + d
   int64_t query_token, query_head;
   void* out;                 // (tokens, H, dim), contiguous, dtype of the query
-  const int64_t* token;      // (rows): place of each row's query in the packed axis
-  const int64_t* length;     // (rows): tokens cached, this one included
+  const int64_t* token;      // (rows): place of each row's first query in the packed axis
+  const int64_t* length;     // (rows): tokens cached, the queries' own included
+  const int64_t* span;       // (rows): query tokens
   const int64_t* table;      // (rows, table_stride): page ids
   const double* theta;       // (rows): 0 reads everything
   const uint8_t* candidate;  // (rows, table_stride): 1 where a page may be left out
@@ -33,20 +35,21 @@ struct Work {
   int32_t* read;             // (rows, heads): pages read exactly
   int32_t* fine;             // (rows, heads): pages whose low plane was read
   uint8_t* kept;             // (rows, heads, table_stride), or null: 1 where a page was read
-  float* lse;                // (rows, H), or null: log-sum-exp, sinks included
+  float* lse;                // (rows, H), or null: log-sum-exp of the last query, sinks included
   int64_t table_stride;
   int32_t rows, group, query_dtype, window, sink_tokens, threads;
   float scale, softcap;  // softcap 0: none
 };
 
-constexpr int kBlock = 4;  // query heads that go through a kernel together
+constexpr int kBlock = 4;           // query heads that go through a kernel together
+constexpr int kPartTokens = 2048;  // a softmax is taken over so many tokens at a time, then merged
 
 inline int padded(int n, int to) { return (n + to - 1) / to * to; }
 
 // Whether the bfloat16 products are used: keys, values and queries all bfloat16, and the processor has them.
 bool pairs_used(const Work& work, const Pool& pool);
 
-// The query heads of one (row, KV head).
+// The query heads of one (token, KV head); of several tokens with `load_tokens`, which fills `values` or `bf16` only.
 struct Query {
   int group, dim, stride;     // stride: dim padded to 32
   bool exact_bf16;            // the query's own values are bfloat16
@@ -56,7 +59,8 @@ struct Query {
   std::vector<float> alpha;   // (group)
   std::vector<double> norm;   // (group): |scale| times the Euclidean norm, rounded up
   float scale, softcap;
-  void load(const Work& work, int64_t row, int head, int dim, int32_t pool_dtype);
+  void load(const Work& work, int64_t token, int head, const Pool& pool);
+  void load_tokens(const Work& work, int64_t token, int count, int head, const Pool& pool);
 };
 
 struct Segment {  // tokens begin .. end - 1 of a page
@@ -71,6 +75,7 @@ struct State {
   int group, stride;  // stride: dim padded to 32
   std::vector<float> top, total, weight, out;
   void reset(int group, int dim);
+  void merge(const State& other);  // of the tokens after those of this one
   double lse(int head) const;
 };
 
@@ -80,6 +85,19 @@ inline int channel(int d, bool pairs) { return pairs ? (d & ~31) + ((d & 4) << 2
 // Adds the tokens of the segments to the state, in order. `scratch` grows as needed.
 void attend(const Pool& pool, int head, const Segment* segments, int64_t count, const Query& query, State* state,
             std::vector<float>* scratch);
+
+// Writes the state's heads first .. first + group - 1 as the output of a packed token; lse of one entry per head, or null.
+void write_out(const Work& work, const Pool& pool, int64_t token, int head, const State& state, int first, float* lse);
+
+// The queries of several tokens of a row, as if each were a row of its own: same sums in the same order.
+struct Prefill {
+  Query query;
+  State whole, part;
+  std::vector<float> weight;
+  std::vector<int64_t> limit;
+};
+constexpr int kPrefillQueries = 48;  // about; query heads that share the reading of a page
+void prefill(const Pool& pool, const Work& work, int64_t row, int head, int64_t from, int count, Prefill* scratch);
 
 // Largest Euclidean norm of a key among the segments' tokens.
 double key_norm(const Pool& pool, int head, const Segment* segments, int64_t count);

@@ -1,5 +1,5 @@
-// Decode attention of one layer for all rows of a step: exact for rows without a budget; scored, selected, read and
-// certified for the others. Work is cut by (row, KV head) and, where exact, by a fixed number of pages, so that what a
+// Attention of one layer for all rows of a step: exact for rows without a budget; scored, selected, read and certified
+// for the others. Work is cut by (row, KV head) and, where exact, by a fixed number of pages, so that what a
 // row gets does not depend on the rest of the batch or on the number of threads.
 #include <algorithm>
 #include <numeric>
@@ -12,7 +12,6 @@ namespace {
 
 using namespace simd;
 
-constexpr int kTaskTokens = 2048;   // exact rows: tokens per task
 constexpr double kCoarse = 0.15;    // share of the budget that pages may spend on their 4-bit bounds
 constexpr double kUnit = 5.9604644775390625e-8;  // 2^-24
 
@@ -28,7 +27,7 @@ double exact_slack(double query_norm, double key_norm, double lse, double terms,
 struct Scratch {  // one per thread
   Query query;
   Bounds bounds;
-  State state;
+  State state, part;
   std::vector<float> weight, upper, lower;
   std::vector<Segment> segments;
   std::vector<int64_t> pages;
@@ -37,34 +36,13 @@ struct Scratch {  // one per thread
   Dropper dropper;
 };
 
-void write_out(const Work& w, const Pool& pool, int64_t row, int head, const State& state, bool pairs) {
-  const int64_t heads = static_cast<int64_t>(pool.heads) * w.group;
-  for (int g = 0; g < w.group; ++g) {
-    const int64_t h = static_cast<int64_t>(head) * w.group + g;
-    double lse = state.lse(g), share = state.weight[g] == 0.0f ? 0.0 : 1.0 / state.weight[g];
-    if (w.sinks != nullptr) {
-      const double sink = w.sinks[h], top = std::max(lse, sink);
-      const double joined = top == -kInfinity ? top : top + std::log(std::exp(lse - top) + std::exp(sink - top));
-      share *= joined == -kInfinity ? 0.0 : std::exp(lse - joined);
-      lse = joined;
-    }
-    const float* o = state.out.data() + static_cast<int64_t>(g) * state.stride;
-    const int64_t at = (w.token[row] * heads + h) * pool.dim;
-    for (int d = 0; d < pool.dim; ++d) {
-      const float x = o[channel(d, pairs)] * static_cast<float>(share);
-      switch (w.query_dtype) {
-        case kBf16: from_float(x, static_cast<bf16*>(w.out) + at + d); break;
-        case kHalf: from_float(x, static_cast<half*>(w.out) + at + d); break;
-        default: static_cast<float*>(w.out)[at + d] = x;
-      }
-    }
-    if (w.lse != nullptr) w.lse[row * heads + h] = static_cast<float>(lse);
-  }
+float* lse_of(const Work& w, const Pool& pool, int64_t row) {
+  return w.lse == nullptr ? nullptr : w.lse + row * pool.heads * w.group;
 }
 
-// The tokens an exact row sees: all, or the sinks and the window.
-void visible(const Work& w, const Pool& pool, int64_t row, std::vector<Segment>* out) {
-  const int64_t length = w.length[row], page = pool.page;
+// The tokens that the last of `length` sees: all, or the sinks and the window.
+void visible(const Work& w, const Pool& pool, int64_t row, int64_t length, std::vector<Segment>* out) {
+  const int64_t page = pool.page;
   const int64_t* table = w.table + row * w.table_stride;
   const int64_t start = w.window > 0 ? std::max<int64_t>(length - w.window, 0) : 0;
   const int64_t sinks = std::min<int64_t>(w.window > 0 ? w.sink_tokens : 0, start);
@@ -78,21 +56,6 @@ void visible(const Work& w, const Pool& pool, int64_t row, std::vector<Segment>*
   };
   add(0, sinks);
   add(start, length);
-}
-
-void merge(State* into, const State& from) {
-  for (int g = 0; g < into->group; ++g) {
-    const float top = std::max(into->top[g], from.top[g]);
-    const float shift = top == -kInfinity ? 0.0f : top;
-    const float a = into->top[g] == -kInfinity ? 0.0f : std::exp(into->top[g] - shift);
-    const float b = from.top[g] == -kInfinity ? 0.0f : std::exp(from.top[g] - shift);
-    float* o = into->out.data() + static_cast<int64_t>(g) * into->stride;
-    const float* x = from.out.data() + static_cast<int64_t>(g) * from.stride;
-    for (int d = 0; d < into->stride; d += 16) store(o + d, fma(load(x + d), set(b), load(o + d) * set(a)));
-    into->total[g] = into->total[g] * a + from.total[g] * b;
-    into->weight[g] = into->weight[g] * a + from.weight[g] * b;
-    into->top[g] = top;
-  }
 }
 
 void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) {
@@ -111,7 +74,7 @@ void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) 
     }
   }
   const int64_t count = static_cast<int64_t>(s->pages.size()), fixed = static_cast<int64_t>(s->segments.size());
-  s->query.load(w, row, head, dim, pool.dtype);
+  s->query.load(w, w.token[row], head, pool);
   s->state.reset(group, dim);
   attend(pool, head, s->segments.data(), fixed, s->query, &s->state, &s->weight);
   double norm = key_norm(pool, head, s->segments.data(), fixed);
@@ -205,65 +168,97 @@ void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) 
     std::fill(kept, kept + pages, uint8_t{1});
     for (int64_t p = 0; p < count; ++p) kept[s->place[p]] = !s->out[p];
   }
-  write_out(w, pool, row, head, s->state, pairs_used(w, pool));
+  write_out(w, pool, w.token[row], head, s->state, 0, lse_of(w, pool, row));
+}
 
+// Some query tokens of a row whose window leaves tokens out: each as a row of its own.
+void windowed(const Pool& pool, const Work& w, int64_t row, int head, int64_t from, int count, Scratch* s) {
+  const int64_t pages = std::max(kPartTokens / pool.page, 1);
+  for (int64_t i = from; i < from + count; ++i) {
+    visible(w, pool, row, w.length[row] - w.span[row] + i + 1, &s->segments);
+    s->query.load(w, w.token[row] + i, head, pool);
+    const int64_t all = static_cast<int64_t>(s->segments.size());
+    for (int64_t p = 0; p < all; p += pages) {
+      State& state = p == 0 ? s->state : s->part;
+      state.reset(w.group, pool.dim);
+      attend(pool, head, s->segments.data() + p, std::min(pages, all - p), s->query, &state, &s->weight);
+      if (p > 0) s->state.merge(state);
+    }
+    write_out(w, pool, w.token[row] + i, head, s->state, 0, i + 1 == w.span[row] ? lse_of(w, pool, row) : nullptr);
+  }
 }
 
 struct Task {
-  int32_t row, head, part;  // part -1: pruned
+  enum Kind : int32_t { kPruned, kTokens, kPart } kind;
+  int32_t row, head;
+  int64_t at;  // first query token, or part of the pages
 };
 
 }  // namespace
 }  // namespace attention
 
-extern "C" void entropic_decode(const attention::Pool* pool_, const attention::Work* work_) {
+extern "C" void entropic_attend(const attention::Pool* pool_, const attention::Work* work_) {
   using namespace attention;
   const Pool& pool = *pool_;
   const Work& w = *work_;
   std::vector<Task> tasks;
   std::vector<std::vector<Segment>> segments(w.rows);
   std::vector<int64_t> first(w.rows, 0);
-  const int64_t pages = std::max(kTaskTokens / pool.page, 1);
+  const int64_t pages = std::max(kPartTokens / pool.page, 1);
+  const int64_t block = std::max(kPrefillQueries / w.group, 1);
+  for (int r = 0; r < w.rows; ++r)
+    if (w.span[r] > 1)
+      for (int64_t b = (w.span[r] - 1) / block; b >= 0; --b)  // the longest first
+        for (int h = 0; h < pool.heads; ++h) tasks.push_back({Task::kTokens, r, h, b * block});
   for (int r = 0; r < w.rows; ++r)
     if (w.theta[r] > 0)
-      for (int h = 0; h < pool.heads; ++h) tasks.push_back({r, h, -1});
-  const int64_t n_pruned = static_cast<int64_t>(tasks.size());
+      for (int h = 0; h < pool.heads; ++h) tasks.push_back({Task::kPruned, r, h, 0});
+  const int64_t whole = static_cast<int64_t>(tasks.size());
+  const auto parts_of = [&](int64_t r) {
+    return std::max<int64_t>((static_cast<int64_t>(segments[r].size()) + pages - 1) / pages, 1);
+  };
   for (int r = 0; r < w.rows; ++r) {
-    if (w.theta[r] > 0) continue;
-    visible(w, pool, r, &segments[r]);
-    first[r] = static_cast<int64_t>(tasks.size()) - n_pruned;
-    const int64_t parts = std::max<int64_t>((static_cast<int64_t>(segments[r].size()) + pages - 1) / pages, 1);
+    if (w.theta[r] > 0 || w.span[r] > 1) continue;
+    visible(w, pool, r, w.length[r], &segments[r]);
+    first[r] = static_cast<int64_t>(tasks.size()) - whole;
     for (int h = 0; h < pool.heads; ++h)
-      for (int64_t part = 0; part < parts; ++part) tasks.push_back({r, h, static_cast<int32_t>(part)});
+      for (int64_t part = 0; part < parts_of(r); ++part) tasks.push_back({Task::kPart, r, h, part});
   }
   const int64_t n = static_cast<int64_t>(tasks.size());
-  std::vector<State> parts(n - n_pruned);
+  std::vector<State> parts(n - whole);
   pool::Queue queue, rows;
   pool::Barrier barrier(w.threads);
   pool::run(w.threads, [&](int, int) {
     static thread_local Scratch scratch;
+    static thread_local Prefill prefilled;
     for (int64_t i; (i = queue.take()) < n;) {
       const Task& task = tasks[i];
-      if (task.part < 0) {
+      if (task.kind == Task::kPruned) {
         pruned(pool, w, task.row, task.head, &scratch);
-        continue;
+      } else if (task.kind == Task::kTokens) {
+        const int count = static_cast<int>(std::min(block, w.span[task.row] - task.at));
+        if (w.window > 0 && w.length[task.row] - w.span[task.row] + task.at + count > w.window)
+          windowed(pool, w, task.row, task.head, task.at, count, &scratch);
+        else
+          prefill(pool, w, task.row, task.head, task.at, count, &prefilled);
+      } else {
+        const std::vector<Segment>& all = segments[task.row];
+        const int64_t from = task.at * pages, count = std::min(pages, static_cast<int64_t>(all.size()) - from);
+        State& state = parts[i - whole];
+        scratch.query.load(w, w.token[task.row], task.head, pool);
+        state.reset(w.group, pool.dim);
+        attend(pool, task.head, all.data() + from, count, scratch.query, &state, &scratch.weight);
       }
-      const std::vector<Segment>& all = segments[task.row];
-      const int64_t from = task.part * pages, count = std::min<int64_t>(pages, static_cast<int64_t>(all.size()) - from);
-      State& state = parts[i - n_pruned];
-      scratch.query.load(w, task.row, task.head, pool.dim, pool.dtype);
-      state.reset(w.group, pool.dim);
-      attend(pool, task.head, all.data() + from, count, scratch.query, &state, &scratch.weight);
     }
-    if (n_pruned == n) return;
+    if (whole == n) return;
     barrier.wait();
     for (int64_t r; (r = rows.take()) < w.rows;) {
-      if (w.theta[r] > 0) continue;
-      const int64_t each = std::max<int64_t>((static_cast<int64_t>(segments[r].size()) + pages - 1) / pages, 1);
+      if (w.theta[r] > 0 || w.span[r] > 1) continue;
+      const int64_t each = parts_of(r);
       for (int h = 0; h < pool.heads; ++h) {
-        State& whole = parts[first[r] + h * each];
-        for (int64_t part = 1; part < each; ++part) merge(&whole, parts[first[r] + h * each + part]);
-        write_out(w, pool, r, h, whole, pairs_used(w, pool));
+        State& all = parts[first[r] + h * each];
+        for (int64_t part = 1; part < each; ++part) all.merge(parts[first[r] + h * each + part]);
+        write_out(w, pool, w.token[r], h, all, 0, lse_of(w, pool, r));
       }
     }
   });

@@ -1,0 +1,130 @@
+// Attention of a row's query tokens, several at a time over the same pages: a page is read once for all of them, and each
+// gets the sums it would get as a row of its own (same tokens, same order), so neither chunking nor batch changes it.
+#include <algorithm>
+
+#include "attention.h"
+#include "pages.h"
+
+namespace attention {
+namespace {
+
+// Scores of 4 tokens for 4 heads from `m`; the sums of page_scores.
+template <class T>
+inline void score_tile(const T* k, int dim, const Query& query, int m, float* out, int64_t tokens) {
+  Vec r[16];
+  for (Vec& x : r) x = zero();
+  bool done = false;
+#if defined(ENTROPIC_AVX512) && defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (query.exact_bf16) {
+      const uint16_t* q = query.bf16.data() + static_cast<int64_t>(m) * query.stride;
+      for (int d = 0; d < dim; d += 32) {
+        const __mmask32 some = dim - d >= 32 ? ~0u : (1u << (dim - d)) - 1u;
+        __m512bh x[4];
+        for (int j = 0; j < 4; ++j)
+          x[j] = (__m512bh)_mm512_maskz_loadu_epi16(some, k + static_cast<int64_t>(j) * dim + d);
+        for (int i = 0; i < 4; ++i) {
+          const __m512bh y = (__m512bh)_mm512_loadu_si512(q + i * query.stride + d);
+          for (int j = 0; j < 4; ++j) r[4 * i + j] = {_mm512_dpbf16_ps(r[4 * i + j].v, x[j], y)};
+        }
+      }
+      done = true;
+    }
+  }
+#endif
+  if (!done) {
+    const float* q = query.values.data() + static_cast<int64_t>(m) * query.stride;
+    for (int d = 0; d < dim; d += 16) {
+      const int n = std::min(dim - d, 16);
+      Vec x[4];
+      for (int j = 0; j < 4; ++j)
+        x[j] = n == 16 ? load(k + static_cast<int64_t>(j) * dim + d) : load(k + static_cast<int64_t>(j) * dim + d, n);
+      for (int i = 0; i < 4; ++i) {
+        const Vec y = load(q + i * query.stride + d);
+        for (int j = 0; j < 4; ++j) r[4 * i + j] = fma(x[j], y, r[4 * i + j]);
+      }
+    }
+  }
+  Vec s = sums(r) * set(query.scale);
+  if (query.softcap > 0) s = cap(s, query.softcap);
+  alignas(64) float tile[16];
+  store(tile, s);
+  for (int i = 0; i < 4; ++i) std::memcpy(out + i * tokens, tile + 4 * i, 16);
+}
+
+template <class T>
+void add_part(const Pool& pool, int head, const int64_t* table, int64_t from, int64_t to, const Prefill& p,
+              std::vector<float>* scratch, State* state) {
+  const int dim = pool.dim, heads = p.query.group, wide = padded(pool.page, 16);
+  const int64_t chunk = std::max(kChunk / wide, 1), tokens = chunk * wide + 16;  // rows 4096 bytes apart would collide
+  const int64_t page_size = static_cast<int64_t>(pool.page) * dim;
+  if (scratch->size() < static_cast<size_t>(tokens) * heads) scratch->resize(tokens * heads);
+  float* weight = scratch->data();
+  const bool tiled = pool.page % 4 == 0, pairs = p.query.exact_bf16;
+  const auto end = [&](int m, int64_t page) {
+    return static_cast<int32_t>(std::clamp<int64_t>(p.limit[m] - page * pool.page, 0, pool.page));
+  };
+  for (int64_t c = from; c < to; c += chunk) {
+    const int64_t n = std::min(chunk, to - c);
+    for (int m = 0; m < heads; ++m) std::fill_n(weight + m * tokens, n * wide, -kInfinity);
+    for (int64_t s = 0; s < n; ++s) {
+      const T* k = static_cast<const T*>(pool.k) + (table[c + s] * pool.heads + head) * page_size;
+      for (int m = 0; m < heads;) {  // limits ascend
+        float* w = weight + m * tokens + s * wide;
+        if (tiled && m + 4 <= heads && end(m, c + s) == pool.page) {
+          for (int t = 0; t < pool.page; t += 4)
+            score_tile(k + static_cast<int64_t>(t) * dim, dim, p.query, m, w + t, tokens);
+          m += 4;
+          continue;
+        }
+        const Segment seen{table[c + s], 0, end(m, c + s)};
+        if (seen.end > 0) page_scores(k, dim, seen, p.query, m, w, static_cast<const T*>(nullptr));
+        ++m;
+      }
+    }
+    for (int m = 0; m < heads; ++m) soften(weight + m * tokens, n * wide, pairs, m, state);
+    for (int64_t s = 0; s < n; ++s) {
+      const T* v = static_cast<const T*>(pool.v) + (table[c + s] * pool.heads + head) * page_size;
+      const auto add = [&](int m, int count, int32_t begin, int32_t stop) {
+        if (begin < stop)
+          add_values(v, dim, Segment{table[c + s], begin, stop}, weight + m * tokens, tokens, s * wide, count, pairs,
+                     state->out.data() + static_cast<int64_t>(m) * state->stride, state->stride,
+                     static_cast<const T*>(nullptr));
+      };
+      for (int m = 0; m < heads; m += kBlock) {
+        const int count = std::min(heads - m, kBlock);
+        const int32_t least = end(m, c + s), most = end(m + count - 1, c + s);
+        const int32_t shared = least == most ? most : least & ~1;  // products take tokens in pairs
+        add(m, count, 0, shared);
+        for (int i = m; i < m + count; ++i) add(i, 1, shared, end(i, c + s));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void prefill(const Pool& pool, const Work& w, int64_t row, int head, int64_t from, int count, Prefill* p) {
+  const int64_t token = w.token[row] + from, before = w.length[row] - w.span[row] + from;
+  const int64_t* table = w.table + row * w.table_stride;
+  const int64_t pages = (before + count + pool.page - 1) / pool.page, each = std::max(kPartTokens / pool.page, 1);
+  p->query.load_tokens(w, token, count, head, pool);
+  p->limit.resize(p->query.group);
+  for (int m = 0; m < p->query.group; ++m) p->limit[m] = before + m / w.group + 1;
+  for (int64_t at = 0; at < pages; at += each) {
+    State* state = at == 0 ? &p->whole : &p->part;
+    state->reset(p->query.group, pool.dim);
+    const int64_t to = std::min(at + each, pages);
+    switch (pool.dtype) {
+      case kBf16: add_part<bf16>(pool, head, table, at, to, *p, &p->weight, state); break;
+      case kHalf: add_part<half>(pool, head, table, at, to, *p, &p->weight, state); break;
+      default: add_part<float>(pool, head, table, at, to, *p, &p->weight, state);
+    }
+    if (at > 0) p->whole.merge(*state);
+  }
+  float* lse = w.lse == nullptr ? nullptr : w.lse + row * pool.heads * w.group;
+  for (int i = 0; i < count; ++i)
+    write_out(w, pool, token + i, head, p->whole, i * w.group, from + i + 1 == w.span[row] ? lse : nullptr);
+}
+
+}  // namespace attention
