@@ -102,7 +102,7 @@ def test_unlike_operands_are_refused(bad: torch.Tensor) -> None:
         linear(bad, torch.ones(3, 4))
 
 
-def run_engine(network: Any, prompts: list[list[int]], kernels: str) -> tuple[list[list[int]], list[torch.Tensor]]:
+def run_engine(network: Any, prompts: list[list[int]], kernels: str, run: Any = None) -> tuple[list[list[int]], list[torch.Tensor]]:
     """Greedy texts of 12 tokens, and the logits of every step of each; prefill in chunks, across pages and windows."""
     seen: list[list[torch.Tensor]] = [[] for _ in prompts]
 
@@ -112,6 +112,7 @@ def run_engine(network: Any, prompts: list[list[int]], kernels: str) -> tuple[li
 
     limits = {"pages": 256, "page_tokens": 4, "max_batch_tokens": 16, "prefill_chunk": 7, "kernels": kernels}
     engine = Engine(configs.from_mapping({"engine": limits}), models.wrap(network, None), probe=probe)
+    engine._run = run or engine._run
     for ids in prompts:
         engine.submit(ids, SamplingParams(max_new_tokens=12, greedy=True))
     return [output.token_ids for output in engine.run()], [torch.stack(steps) for steps in seen]
@@ -136,7 +137,7 @@ def test_bfloat16_rounds_where_transformers_does(name: str) -> None:
     family, changes = FAMILIES[name]
     network, prompts = build(family, changes).bfloat16(), [prompt(n) for n in (1, 17, 40)]
     texts, logits = run_engine(network, prompts, "native")
-    same, want = run_engine(network, prompts, "torch")
+    same, want = run_engine(network, prompts, "native", lambda batch, tokens: batch.run(network, tokens))
     assert texts == same
     got, expected = torch.cat(logits), torch.cat(want)
     assert (got == expected).float().mean() > 0.7

@@ -107,8 +107,8 @@ void State::merge(const State& other) {
     float* o = out.data() + static_cast<int64_t>(g) * stride;
     const float* x = other.out.data() + static_cast<int64_t>(g) * other.stride;
     for (int d = 0; d < stride; d += 16) store(o + d, fma(load(x + d), set(b), load(o + d) * set(a)));
-    total[g] = total[g] * a + other.total[g] * b;
-    weight[g] = weight[g] * a + other.weight[g] * b;
+    total[g] = std::fma(total[g], a, other.total[g] * b);
+    weight[g] = std::fma(weight[g], a, other.weight[g] * b);
     top[g] = most;
   }
 }

@@ -218,8 +218,9 @@ inline void soften(float* w, int64_t tokens, bool pairs, int g, State* state) {
     else
       store(w + t, e);
   }
-  state->total[g] = state->total[g] * shrink + sum(add);
-  state->weight[g] = state->weight[g] * shrink + sum(pairs ? add_rounded : add);
+  // written out, as a compiler may fuse these in one place and not in another
+  state->total[g] = std::fma(state->total[g], shrink, sum(add));
+  state->weight[g] = std::fma(state->weight[g], shrink, sum(pairs ? add_rounded : add));
   state->top[g] = top;
   float* o = state->out.data() + static_cast<int64_t>(g) * state->stride;
   for (int d = 0; d < state->stride; d += 16) store(o + d, load(o + d) * set(shrink));
