@@ -126,44 +126,57 @@ inline __m512i row_of(const bf16* v, int n) {
   return n >= 32 ? _mm512_loadu_si512(v) : _mm512_maskz_loadu_epi16((1u << n) - 1u, v);
 }
 
+// Of 64 channels from `v` (Whole), or of n0 + n1 of them. What is constant here stays in registers.
+template <int G, bool Whole>
+inline void value_pairs(const bf16* v, int dim, int n0, int n1, const Segment& segment, const uint16_t* weight,
+                        int64_t weight_stride, float* out, int out_stride, const bf16* next) {
+  if (Whole) n0 = n1 = 32;
+  __m512 acc[G][4];
+  for (int g = 0; g < G; ++g)
+    for (int j = 0; j < 4; ++j)
+      acc[g][j] = Whole || j < 2 || n1 > 0 ? _mm512_loadu_ps(out + g * out_stride + 16 * j) : _mm512_setzero_ps();
+  const auto add = [&](int t, __m512i a, __m512i b, __m512i c, __m512i e) __attribute__((always_inline)) {
+    const __m512bh ab = (__m512bh)_mm512_unpacklo_epi16(a, b), ba = (__m512bh)_mm512_unpackhi_epi16(a, b);
+    const __m512bh ce = (__m512bh)_mm512_unpacklo_epi16(c, e), ec = (__m512bh)_mm512_unpackhi_epi16(c, e);
+    for (int g = 0; g < G; ++g) {
+      int32_t pair;
+      std::memcpy(&pair, weight + g * weight_stride + t, 4);
+      const __m512bh p = (__m512bh)_mm512_set1_epi32(pair);
+      acc[g][0] = _mm512_dpbf16_ps(acc[g][0], ab, p);
+      acc[g][1] = _mm512_dpbf16_ps(acc[g][1], ba, p);
+      acc[g][2] = _mm512_dpbf16_ps(acc[g][2], ce, p);
+      acc[g][3] = _mm512_dpbf16_ps(acc[g][3], ec, p);
+    }
+  };
+  const __m512i none = _mm512_setzero_si512();
+  const bf16* row = v + static_cast<int64_t>(segment.begin) * dim;
+  int t = segment.begin;
+  for (; t + 1 < segment.end; t += 2, row += 2 * dim) {
+    if (next != nullptr) {
+      fetch_row(next + static_cast<int64_t>(t) * dim, 64);
+      fetch_row(next + static_cast<int64_t>(t + 1) * dim, 64);
+    }
+    add(t, row_of(row, n0), row_of(row + dim, n0), n1 > 0 ? row_of(row + 32, n1) : none,
+        n1 > 0 ? row_of(row + dim + 32, n1) : none);
+  }
+  if (t < segment.end) add(t, row_of(row, n0), none, n1 > 0 ? row_of(row + 32, n1) : none, none);
+  for (int g = 0; g < G; ++g)
+    for (int j = 0; j < 4; ++j)
+      if (Whole || j < 2 || n1 > 0) _mm512_storeu_ps(out + g * out_stride + 16 * j, acc[g][j]);
+}
+
 // As page_values with bfloat16 weights, two tokens per product. Channels come out in the order of unpacklo, unpackhi
 // (see `channel`).
 template <int G>
-void page_value_pairs(const bf16* v, int dim, const Segment& segment, const uint16_t* weight, int64_t weight_stride,
-                      float* out, int out_stride, const bf16* next) {
+__attribute__((noinline)) void page_value_pairs(const bf16* v, int dim, const Segment& segment, const uint16_t* weight,
+                                                int64_t weight_stride, float* out, int out_stride, const bf16* next) {
   for (int d = 0; d < dim; d += 64) {
-    const int n0 = std::min(dim - d, 32), n1 = std::min(dim - d - 32, 32);
-    __m512 acc[G][4];
-    for (int g = 0; g < G; ++g)
-      for (int j = 0; j < (n1 > 0 ? 4 : 2); ++j) acc[g][j] = _mm512_loadu_ps(out + g * out_stride + d + 16 * j);
-    for (int t = segment.begin; t < segment.end; t += 2) {
-      const bf16* row = v + static_cast<int64_t>(t) * dim + d;
-      const bool both = t + 1 < segment.end;
-      if (next != nullptr) {
-        fetch_row(next + static_cast<int64_t>(t) * dim + d, 64);
-        fetch_row(next + static_cast<int64_t>(t + 1) * dim + d, 64);
-      }
-      const __m512i a = row_of(row, n0), b = both ? row_of(row + dim, n0) : _mm512_setzero_si512();
-      const __m512bh ab = (__m512bh)_mm512_unpacklo_epi16(a, b), ba = (__m512bh)_mm512_unpackhi_epi16(a, b);
-      __m512bh p[G];
-      for (int g = 0; g < G; ++g) {
-        int32_t pair;
-        std::memcpy(&pair, weight + g * weight_stride + t, 4);
-        p[g] = (__m512bh)_mm512_set1_epi32(pair);
-        acc[g][0] = _mm512_dpbf16_ps(acc[g][0], ab, p[g]);
-        acc[g][1] = _mm512_dpbf16_ps(acc[g][1], ba, p[g]);
-      }
-      if (n1 > 0) {
-        const __m512i c = row_of(row + 32, n1), e = both ? row_of(row + dim + 32, n1) : _mm512_setzero_si512();
-        const __m512bh ce = (__m512bh)_mm512_unpacklo_epi16(c, e), ec = (__m512bh)_mm512_unpackhi_epi16(c, e);
-        for (int g = 0; g < G; ++g) {
-          acc[g][2] = _mm512_dpbf16_ps(acc[g][2], ce, p[g]);
-          acc[g][3] = _mm512_dpbf16_ps(acc[g][3], ec, p[g]);
-        }
-      }
-    }
-    for (int g = 0; g < G; ++g)
-      for (int j = 0; j < (n1 > 0 ? 4 : 2); ++j) _mm512_storeu_ps(out + g * out_stride + d + 16 * j, acc[g][j]);
+    const bf16* later = next == nullptr ? nullptr : next + d;
+    if (dim - d >= 64)
+      value_pairs<G, true>(v + d, dim, 32, 32, segment, weight, weight_stride, out + d, out_stride, later);
+    else
+      value_pairs<G, false>(v + d, dim, std::min(dim - d, 32), std::min(dim - d - 32, 32), segment, weight,
+                            weight_stride, out + d, out_stride, later);
   }
 }
 

@@ -8,48 +8,64 @@
 namespace attention {
 namespace {
 
-// Scores of 4 tokens for 4 heads from `m`; the sums of page_scores.
-template <class T>
-inline void score_tile(const T* k, int dim, const Query& query, int m, float* out, int64_t tokens) {
-  Vec r[16];
-  for (Vec& x : r) x = zero();
-  bool done = false;
-#if defined(ENTROPIC_AVX512) && defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<T, bf16>) {
-    if (query.exact_bf16) {
-      const uint16_t* q = query.bf16.data() + static_cast<int64_t>(m) * query.stride;
-      for (int d = 0; d < dim; d += 32) {
-        const __mmask32 some = dim - d >= 32 ? ~0u : (1u << (dim - d)) - 1u;
-        __m512bh x[4];
-        for (int j = 0; j < 4; ++j)
-          x[j] = (__m512bh)_mm512_maskz_loadu_epi16(some, k + static_cast<int64_t>(j) * dim + d);
-        for (int i = 0; i < 4; ++i) {
-          const __m512bh y = (__m512bh)_mm512_loadu_si512(q + i * query.stride + d);
-          for (int j = 0; j < 4; ++j) r[4 * i + j] = {_mm512_dpbf16_ps(r[4 * i + j].v, x[j], y)};
-        }
-      }
-      done = true;
-    }
-  }
-#endif
-  if (!done) {
-    const float* q = query.values.data() + static_cast<int64_t>(m) * query.stride;
-    for (int d = 0; d < dim; d += 16) {
-      const int n = std::min(dim - d, 16);
-      Vec x[4];
-      for (int j = 0; j < 4; ++j)
-        x[j] = n == 16 ? load(k + static_cast<int64_t>(j) * dim + d) : load(k + static_cast<int64_t>(j) * dim + d, n);
-      for (int i = 0; i < 4; ++i) {
-        const Vec y = load(q + i * query.stride + d);
-        for (int j = 0; j < 4; ++j) r[4 * i + j] = fma(x[j], y, r[4 * i + j]);
-      }
-    }
-  }
+inline void put_tile(const Vec r[16], const Query& query, float* out, int64_t tokens) {
   Vec s = sums(r) * set(query.scale);
   if (query.softcap > 0) s = cap(s, query.softcap);
   alignas(64) float tile[16];
   store(tile, s);
   for (int i = 0; i < 4; ++i) std::memcpy(out + i * tokens, tile + 4 * i, 16);
+}
+
+#if defined(ENTROPIC_AVX512) && defined(__AVX512BF16__)
+// Scores of a page's tokens, 4 at a time, for 4 heads from `m`; the sums of page_scores.
+__attribute__((noinline)) void tile_pairs(const bf16* k, int page, int dim, const Query& query, int m, float* out,
+                                          int64_t tokens) {
+  const uint16_t* q = query.bf16.data() + static_cast<int64_t>(m) * query.stride;
+  const int stride = query.stride;
+  for (int t = 0; t < page; t += 4, k += 4 * dim) {
+    Vec r[16];
+    for (int i = 0; i < 16; ++i) r[i] = zero();
+    for (int d = 0; d < dim; d += 32) {
+      const __mmask32 some = dim - d >= 32 ? ~0u : (1u << (dim - d)) - 1u;
+      __m512bh x[4];
+      for (int j = 0; j < 4; ++j) x[j] = (__m512bh)_mm512_maskz_loadu_epi16(some, k + j * dim + d);
+      for (int i = 0; i < 4; ++i) {
+        const __m512bh y = (__m512bh)_mm512_loadu_si512(q + i * stride + d);
+        for (int j = 0; j < 4; ++j) r[4 * i + j].v = _mm512_dpbf16_ps(r[4 * i + j].v, x[j], y);
+      }
+    }
+    put_tile(r, query, out + t, tokens);
+  }
+}
+#endif
+
+template <class T>
+__attribute__((noinline)) void tile_floats(const T* k, int page, int dim, const Query& query, int m, float* out,
+                                           int64_t tokens) {
+  const float* q = query.values.data() + static_cast<int64_t>(m) * query.stride;
+  for (int t = 0; t < page; t += 4, k += 4 * dim) {
+    Vec r[16];
+    for (int i = 0; i < 16; ++i) r[i] = zero();
+    for (int d = 0; d < dim; d += 16) {
+      Vec x[4];
+      for (int j = 0; j < 4; ++j) x[j] = dim - d >= 16 ? load(k + j * dim + d) : load(k + j * dim + d, dim - d);
+      for (int i = 0; i < 4; ++i) {
+        const Vec y = load(q + i * query.stride + d);
+        for (int j = 0; j < 4; ++j) r[4 * i + j] = fma(x[j], y, r[4 * i + j]);
+      }
+    }
+    put_tile(r, query, out + t, tokens);
+  }
+}
+
+template <class T>
+inline void score_tiles(const T* k, int page, int dim, const Query& query, int m, float* out, int64_t tokens) {
+#if defined(ENTROPIC_AVX512) && defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (query.exact_bf16) return tile_pairs(k, page, dim, query, m, out, tokens);
+  }
+#endif
+  tile_floats(k, page, dim, query, m, out, tokens);
 }
 
 template <class T>
@@ -72,8 +88,7 @@ void add_part(const Pool& pool, int head, const int64_t* table, int64_t from, in
       for (int m = 0; m < heads;) {  // limits ascend
         float* w = weight + m * tokens + s * wide;
         if (tiled && m + 4 <= heads && end(m, c + s) == pool.page) {
-          for (int t = 0; t < pool.page; t += 4)
-            score_tile(k + static_cast<int64_t>(t) * dim, dim, p.query, m, w + t, tokens);
+          score_tiles(k, pool.page, dim, p.query, m, w, tokens);
           m += 4;
           continue;
         }
