@@ -27,7 +27,7 @@ from backends.flops import step_flops
 from backends.jobs import Job, OnText, Output, new_job
 from backends.kv_cache import PagedKVCache
 from backends.models import LoadedModel
-from backends.sampling import SamplingParams, TorchLogitView, kernels, process, sample, to_host
+from backends.sampling import SamplingParams, TorchLogitView, kernels, process, row_maxima, sample, to_host
 from backends.verification import Positions, drafted_plan
 from entropic_ctl.certificates import Verdict
 from entropic_ctl.config import RunConfig
@@ -409,7 +409,7 @@ class Engine:
         params, ahead = [job.params for job in shown], at.ahead.tolist()
         processed = process(logits, params, [job.seen(j) for job, j in zip(shown, ahead, strict=True)])
         tempered = self.loop.temper(self._sampling.view(logits, processed), at.count if self._drafter else None)
-        alive = tempered.valid & torch.isfinite(processed.amax(dim=-1)).cpu().numpy()
+        alive = tempered.valid & np.isfinite(row_maxima(processed))
         good = np.flatnonzero(alive)
         drawn = np.full(alive.shape[0], -1, np.int64)
         drawn[good] = sample(

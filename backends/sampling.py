@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -32,7 +33,7 @@ from entropic_ctl.entropy import moments, shifted
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FloatArray, LogitView
 
-__all__ = ["Kernels", "SamplingParams", "TorchLogitView", "kernels", "process", "sample", "to_host"]
+__all__ = ["Kernels", "SamplingParams", "TorchLogitView", "kernels", "process", "row_maxima", "sample", "to_host"]
 
 Choose = Callable[[Tensor, Tensor, Sequence[int], Sequence[int]], Tensor]
 """``choose(logits, temperature, seed, index)``: one token per row, int64 (M,); see :func:`backends.gumbel.choose`."""
@@ -157,6 +158,16 @@ class TorchLogitView:
         t = torch.as_tensor(temperature, dtype=self._processed.dtype, device=self._processed.device)
         entropy, varentropy = moments(self._processed, t)
         return (entropy, varentropy) if on_device else (to_host(entropy), to_host(varentropy))
+
+
+def row_maxima(logits: Tensor) -> npt.NDArray[np.float32]:
+    """Return the largest logit of each row, NaN where one is NaN, float32 (M,).
+
+    On the CPU by NumPy: its one thread is done before PyTorch's are awake.
+    """
+    if logits.device.type == "cpu":
+        return np.asarray(logits.detach().float().numpy().max(axis=-1, initial=-np.inf))
+    return np.asarray(logits.amax(dim=-1).float().cpu().numpy())
 
 
 def to_host(values: Tensor) -> FloatArray:

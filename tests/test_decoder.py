@@ -102,7 +102,9 @@ def test_unlike_operands_are_refused(bad: torch.Tensor) -> None:
         linear(bad, torch.ones(3, 4))
 
 
-def run_engine(network: Any, prompts: list[list[int]], kernels: str, run: Any = None) -> tuple[list[list[int]], list[torch.Tensor]]:
+def run_engine(
+    network: Any, prompts: list[list[int]], kernels: str, run: Any = None
+) -> tuple[list[list[int]], list[torch.Tensor]]:
     """Greedy texts of 12 tokens, and the logits of every step of each; prefill in chunks, across pages and windows."""
     seen: list[list[torch.Tensor]] = [[] for _ in prompts]
 

@@ -119,6 +119,7 @@ class PagedBatch:
         self._kept = np.zeros(n)
         self._mass_sum, self._mass_max, self._error_max = np.zeros(n), np.zeros(n), np.zeros(n)
         self._layers = np.zeros(n, np.int64)
+        self._dense: dict[tuple[int | None, bool], int] = {}
 
     @classmethod
     def from_plan(cls, plan: StepPlan, cache: PagedKVCache, pruning: PruningConfig) -> PagedBatch:
@@ -196,6 +197,16 @@ class PagedBatch:
             candidate=candidate,
             theta_nats=np.array([row.theta_nats for row in rows]),
         )
+
+    def dense_tokens(self, window: int | None, *, prunes: bool) -> int:
+        """Return the tokens that the rows without a budget read in one layer; all rows unless it ``prunes``."""
+        key = window, prunes
+        if key not in self._dense:
+            rows = self.packed
+            most = rows.length if window is None else np.where(rows.span > 1, rows.length, window + self.sink_tokens)
+            exact = rows.theta_nats <= 0 if prunes else np.ones(rows.length.shape[0], np.bool_)
+            self._dense[key] = int(np.minimum(rows.length, most)[exact].sum())
+        return self._dense[key]
 
     @property
     def n_tokens(self) -> int:

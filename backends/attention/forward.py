@@ -151,11 +151,10 @@ def _native(
         sinks=s_aux,
         want_kept=details,
     )
-    pruned = prunes & (rows.theta_nats > 0)
-    most = rows.length if window is None else np.where(rows.span > 1, rows.length, window + paged.sink_tokens)
-    paged.record_dense(int(np.minimum(rows.length, most)[~pruned].sum()))
-    if not pruned.any():
+    paged.record_dense(paged.dense_tokens(window, prunes=prunes))
+    if result is None:
         return
+    pruned = rows.theta_nats > 0
     layout, mass = paged.pruned, result.mass[pruned]
     share = result.read[pruned].mean(axis=1) / layout.n_pages
     left_out = layout.n_pages - result.read[pruned].mean(axis=1)

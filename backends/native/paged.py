@@ -6,6 +6,7 @@ Every function works on the tensors' own memory; the structures mirror ``src/att
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,15 +50,19 @@ class _Work(ctypes.Structure):
     )
 
 
+def _layer(pool: torch.Tensor, layer: int) -> int:
+    return int(pool.data_ptr()) + layer * int(pool.stride(0)) * pool.element_size()
+
+
 def _pool(cache: PagedKVCache, layer: int, *, shadow: bool) -> _Pool:
     record = low = None
     size = 0
     if shadow:
-        record, low = cache.shadow.record[layer].data_ptr(), cache.shadow.low[layer].data_ptr()
+        record, low = _layer(cache.shadow.record, layer), _layer(cache.shadow.low, layer)
         size = cache.shadow.record.shape[-1]
     return _Pool(
-        cache.k[layer].data_ptr(),
-        cache.v[layer].data_ptr(),
+        _layer(cache.k, layer),
+        _layer(cache.v, layer),
         record,
         low,
         size,
@@ -66,6 +71,15 @@ def _pool(cache: PagedKVCache, layer: int, *, shadow: bool) -> _Pool:
         cache.head_dim,
         _DTYPES[cache.dtype],
     )
+
+
+@functools.cache
+def _write() -> Any:
+    function = library().entropic_write
+    at, i64, i32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    function.argtypes = [at, at, at, at, at, at, i64, i32, i32, i32, i32, i64, i64, i64, i64]
+    function.restype = None
+    return function
 
 
 def write(
@@ -77,21 +91,24 @@ def write(
     offset: torch.Tensor,
 ) -> None:
     """Store K and V (n_kv_heads, T, D) of T packed tokens; see :meth:`backends.kv_cache.PagedKVCache.write`."""
-    key, value = (x.to(cache.dtype) if x.stride(2) == 1 else x.to(cache.dtype).contiguous() for x in (key, value))
-    i64, i32, at = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
-    library().entropic_write(
-        at(cache.k[layer].data_ptr()),
-        at(cache.v[layer].data_ptr()),
-        at(key.data_ptr()),
-        at(value.data_ptr()),
-        at(page.data_ptr()),
-        at(offset.data_ptr()),
-        i64(page.shape[0]),
-        i32(cache.n_kv_heads),
-        i32(cache.page_tokens),
-        i32(cache.head_dim),
-        i32(cache.k.element_size()),
-        *(i64(n) for n in (key.stride(0), key.stride(1), value.stride(0), value.stride(1))),
+    if not key.dtype == value.dtype == cache.dtype or key.stride(2) != 1 or value.stride(2) != 1:
+        key, value = key.to(cache.dtype).contiguous(), value.to(cache.dtype).contiguous()
+    _write()(
+        _layer(cache.k, layer),
+        _layer(cache.v, layer),
+        key.data_ptr(),
+        value.data_ptr(),
+        page.data_ptr(),
+        offset.data_ptr(),
+        page.shape[0],
+        cache.n_kv_heads,
+        cache.page_tokens,
+        cache.head_dim,
+        cache.k.element_size(),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
     )
 
 
@@ -113,7 +130,7 @@ def seal(cache: PagedKVCache, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.bo
     return good.astype(np.bool_)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class AttendRows:
     """The n rows of a step; row i runs ``span[i]`` tokens, each of which sees those up to itself.
 
@@ -136,6 +153,22 @@ class AttendRows:
     candidate: npt.NDArray[np.uint8]
     theta_nats: FloatArray
 
+    @functools.cached_property
+    def prunes(self) -> bool:
+        """True if a row has a budget."""
+        return bool((self.theta_nats > 0).any())
+
+    @functools.cached_property
+    def no_budget(self) -> FloatArray:
+        """Zeros in place of the budgets."""
+        return np.zeros_like(self.theta_nats)
+
+    @functools.cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the arrays lie: token, length, span, table, budgets, no budgets, candidates."""
+        arrays = self.token, self.length, self.span, self.table, self.theta_nats, self.no_budget, self.candidate
+        return tuple(int(x.ctypes.data) for x in arrays)
+
 
 @dataclass(frozen=True, slots=True)
 class AttendResult:
@@ -157,6 +190,11 @@ class AttendResult:
     kept: npt.NDArray[np.uint8] | None
     lse: npt.NDArray[np.float32]
 
+    def addresses(self) -> tuple[int | None, ...]:
+        """Where the arrays lie, in the order of the fields."""
+        arrays = self.mass, self.read, self.fine, self.kept, self.lse
+        return tuple(None if x is None else x.ctypes.data for x in arrays)
+
 
 def attend(
     cache: PagedKVCache,
@@ -171,8 +209,8 @@ def attend(
     sink_tokens: int = 0,
     sinks: torch.Tensor | None = None,
     want_kept: bool = False,
-) -> AttendResult:
-    """Attend for the new tokens of each row. What a token gets does not depend on how its row is cut, nor on the others.
+) -> AttendResult | None:
+    """Attend for the new tokens of each row. What a token gets depends on neither the cut of its row nor other rows.
 
     Parameters
     ----------
@@ -188,29 +226,36 @@ def attend(
         Learned sink logits.
     want_kept : bool
         Also return which pages were read.
+
+    Returns
+    -------
+    AttendResult, or None if no row was pruned
     """
     if query.stride(2) != 1:
         query = query.contiguous()
     n, heads = rows.length.shape[0], cache.n_kv_heads
     n_heads, pages = query.shape[0], rows.table.shape[1]
-    theta = rows.theta_nats if prunes else np.zeros(n)
-    mass = np.zeros((n, n_heads))
-    read, fine = np.zeros((2, n, heads), np.int32)
-    kept = np.zeros((n, heads, pages), np.uint8) if want_kept else None
-    lse = np.empty((n, n_heads), np.float32)
+    prunes = prunes and rows.prunes
+    token, length, span, table, budget, nothing, candidate = rows.addresses
+    found = None
+    if prunes:
+        kept = np.zeros((n, heads, pages), np.uint8) if want_kept else None
+        read, fine = np.zeros((2, n, heads), np.int32)
+        found = AttendResult(np.zeros((n, n_heads)), read, fine, kept, np.empty((n, n_heads), np.float32))
     logits = None if sinks is None else sinks.detach().to("cpu", torch.float32).contiguous()
     work = _Work(
         query.data_ptr(),
         query.stride(1),
         query.stride(0),
         out.data_ptr(),
-        *(x.ctypes.data for x in (rows.token, rows.length, rows.span, rows.table, theta, rows.candidate)),
+        token,
+        length,
+        span,
+        table,
+        budget if prunes else nothing,
+        candidate,
         None if logits is None else logits.data_ptr(),
-        mass.ctypes.data,
-        read.ctypes.data,
-        fine.ctypes.data,
-        None if kept is None else kept.ctypes.data,
-        lse.ctypes.data,
+        *((None,) * 5 if found is None else found.addresses()),
         pages,
         n,
         n_heads // heads,
@@ -221,6 +266,6 @@ def attend(
         scoring.scale,
         scoring.softcap or 0.0,
     )
-    pool = _pool(cache, layer, shadow=bool((theta > 0).any()))
+    pool = _pool(cache, layer, shadow=prunes)
     library().entropic_attend(ctypes.byref(pool), ctypes.byref(work))
-    return AttendResult(mass, read, fine, kept, lse)
+    return found
