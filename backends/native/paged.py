@@ -51,7 +51,8 @@ class _Work(ctypes.Structure):
 
 
 def _layer(pool: torch.Tensor, layer: int) -> int:
-    return int(pool.data_ptr()) + layer * int(pool.stride(0)) * pool.element_size()
+    place: int = pool.data_ptr() + layer * pool.stride(0) * pool.element_size()
+    return place
 
 
 def _pool(cache: PagedKVCache, layer: int, *, shadow: bool) -> _Pool:
