@@ -43,7 +43,7 @@ from entropic_ctl.signals import FloatArray, IntArray
 
 __all__ = ["COARSE_SHARE", "audit_rows", "output_errors", "page_bounds", "pruned_decode", "true_page_mass"]
 
-COARSE_SHARE = 0.15
+COARSE_SHARE = 0.25
 """Share of the budget (of e^theta - 1) that pages may be charged on the bounds of their high half."""
 
 _U = 2.0**-24  # unit roundoff of float32

@@ -9,10 +9,7 @@ namespace {
 using namespace simd;
 
 constexpr int kChunk = 1024;  // tokens whose scores are held before their values are read
-#ifndef KA
-#define KA 4
-#endif
-constexpr int kAhead = KA;      // pages
+constexpr int kAhead = 4;       // pages fetched before they are read
 
 #if defined(ENTROPIC_AVX512) && defined(__AVX512BF16__)
 inline Vec dot(const bf16* k, const Query& query, int g, int dim) {
@@ -187,7 +184,17 @@ void attend_typed(const Pool& pool, int head, const Segment* segments, int64_t c
   const auto at = [&](const void* base, int64_t s) {
     return static_cast<const T*>(base) + (segments[s].page * pool.heads + head) * page_size;
   };
-  const auto ahead = [&](const void* base, int64_t s) { return s < count ? at(base, s) : nullptr; };
+  // The order of reading: keys of a chunk, its values, keys of the next chunk. What comes kAhead pages later:
+  const auto after_keys = [&](int64_t c, int64_t n, int64_t s) {
+    if (s + kAhead < n) return at(pool.k, c + s + kAhead);
+    return s + kAhead - n < n ? at(pool.v, c + s + kAhead - n) : nullptr;
+  };
+  const auto after_values = [&](int64_t c, int64_t n, int64_t s) {
+    if (s + kAhead < n) return at(pool.v, c + s + kAhead);
+    return c + s + kAhead < count ? at(pool.k, c + s + kAhead) : nullptr;
+  };
+  for (int64_t s = 0; s < std::min<int64_t>(kAhead, count); ++s)
+    for (int t = 0; t < pool.page; ++t) fetch_row(at(pool.k, s) + static_cast<int64_t>(t) * dim, dim);
   for (int64_t c = 0; c < count; c += chunk) {
     const int64_t n = std::min(chunk, count - c);
     std::fill(weight, weight + tokens * group, -kInfinity);
@@ -195,7 +202,7 @@ void attend_typed(const Pool& pool, int head, const Segment* segments, int64_t c
       const T* k = at(pool.k, c + s);
       for (int g = 0; g < group; ++g)
         page_scores(k, dim, segments[c + s], query, g, weight + g * tokens + s * wide,
-                    g == 0 ? ahead(pool.k, c + s + kAhead) : nullptr);
+                    g == 0 ? after_keys(c, n, s) : nullptr);
     }
     for (int g = 0; g < group; ++g) {
       float* w = weight + g * tokens;
@@ -223,7 +230,7 @@ void attend_typed(const Pool& pool, int head, const Segment* segments, int64_t c
       const T* v = at(pool.v, c + s);
       for (int g = 0; g < group; g += kBlock) {
         const float* w = weight + g * tokens + s * wide;
-        const T* later = g == 0 ? ahead(pool.v, c + s + kAhead) : nullptr;
+        const T* later = g == 0 ? after_values(c, n, s) : nullptr;
         float* o = state->out.data() + static_cast<int64_t>(g) * state->stride;
 #if defined(ENTROPIC_AVX512) && defined(__AVX512BF16__)
         if constexpr (std::is_same_v<T, bf16>) {

@@ -13,7 +13,7 @@ namespace {
 using namespace simd;
 
 constexpr int kTaskTokens = 2048;   // exact rows: tokens per task
-constexpr double kCoarse = 0.15;    // share of the budget that pages may spend on their 4-bit bounds
+constexpr double kCoarse = 0.25;    // share of the budget that pages may spend on their 4-bit bounds
 constexpr double kUnit = 5.9604644775390625e-8;  // 2^-24
 
 double gamma(int n) { return n * kUnit / (1.0 - n * kUnit); }
@@ -23,6 +23,13 @@ double exact_slack(double query_norm, double key_norm, double lse, double terms,
   const double g = gamma(dim + 6), n = terms + 8.0;
   return query_norm * key_norm * g * (1.0 + 8.0 * g) + (n + 5.0 * std::log(n) + 16.0) * kUnit +
          4.0 * kUnit * std::fabs(lse) + 8.0 * kUnit * softcap;
+}
+
+// The sum of `upper` over the pages that all heads voted for, rounded up.
+double voted_sum(const float* upper, const std::vector<int32_t>& votes, int64_t capacity, int group) {
+  Vec total = zero();
+  for (int64_t p = 0; p < capacity; p += 16) total = total + where_equal(load_ints(votes.data() + p), group, load(upper + p));
+  return sum(total) * (1.0 + (static_cast<double>(capacity) + 64.0) * kUnit);
 }
 
 struct Scratch {  // one per thread
@@ -140,38 +147,30 @@ void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) 
 
     score_high(pool, head, s->pages.data(), s->unsure, s->query, reference.data(), &b);
 
-    s->votes.assign(count, 0);
+    s->votes.assign(b.capacity, 0);
     for (int g = 0; g < group; ++g)
       s->dropper.vote(&b.upper[g * b.capacity], &b.lower[g * b.capacity], count, 0.0, base[g], kCoarse * budget,
                       s->votes.data());
-
     s->unsure.clear();
     for (int64_t p = 0; p < count; ++p) {
       s->out[p] = s->votes[p] == group;
       if (!s->out[p]) s->unsure.push_back(static_cast<int32_t>(p));
     }
-    for (int g = 0; g < group; ++g)
-      for (int64_t p = 0; p < count; ++p)
-        if (s->out[p]) dropped[g] += b.upper[g * b.capacity + p];
+    for (int g = 0; g < group; ++g) dropped[g] = voted_sum(&b.upper[g * b.capacity], s->votes, b.capacity, group);
 
     score_low(pool, head, s->pages.data(), s->unsure, s->query, reference.data(), &b);
-
-    const int64_t left = static_cast<int64_t>(s->unsure.size());
-    s->upper.resize(left), s->lower.resize(left);
-    s->votes.assign(left, 0);
+    const int64_t left = static_cast<int64_t>(s->unsure.size()), wide = padded(static_cast<int>(left), 16);
+    s->upper.assign(wide * group, 0.0f), s->lower.assign(wide * group, 0.0f);
+    s->votes.assign(wide, 0);
     for (int g = 0; g < group; ++g) {
       for (int64_t i = 0; i < left; ++i) {
-        s->upper[i] = b.upper[g * b.capacity + s->unsure[i]];
-        s->lower[i] = b.lower[g * b.capacity + s->unsure[i]];
+        s->upper[g * wide + i] = b.upper[g * b.capacity + s->unsure[i]];
+        s->lower[g * wide + i] = b.lower[g * b.capacity + s->unsure[i]];
       }
-      s->dropper.vote(s->upper.data(), s->lower.data(), left, dropped[g], base[g], budget, s->votes.data());
+      s->dropper.vote(&s->upper[g * wide], &s->lower[g * wide], left, dropped[g], base[g], budget, s->votes.data());
     }
-    for (int64_t i = 0; i < left; ++i) {
-      if (s->votes[i] != group) continue;
-      const int32_t p = s->unsure[i];
-      s->out[p] = 1;
-      for (int g = 0; g < group; ++g) dropped[g] += b.upper[g * b.capacity + p];
-    }
+    for (int g = 0; g < group; ++g) dropped[g] += voted_sum(&s->upper[g * wide], s->votes, wide, group);
+    for (int64_t i = 0; i < left; ++i) s->out[s->unsure[i]] = s->votes[i] == group;
   }
 
   const int64_t fixed_end = fixed;

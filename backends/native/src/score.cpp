@@ -15,6 +15,7 @@ constexpr float kUnit = 5.9604645e-8f;  // 2^-24
 constexpr float kLog2e = 1.44269504f;
 constexpr float kChord = 0.0598f;  // ln of how far exp2_above is above, rounded up
 constexpr int kPages = 16;
+constexpr int kAhead = 8;  // pages fetched before they are scored
 constexpr int kWide = 288;  // channels, with room to write whole vectors
 
 // Weights of a page as 16-bit factors: w << 7.
@@ -89,10 +90,10 @@ void score_batch(const Pool& pool, const Record& shape, int head, const int64_t*
     const int64_t p = which[i];
     const uint8_t* record = pool.record + cell(i) * pool.record_bytes;
     const uint8_t* plane = Fine ? reinterpret_cast<const uint8_t*>(pool.low + cell(i) * low_size) : record + shape.high();
-    const char* later = nullptr;  // two pages on, fetched while this one is worked on
-    if (g0 == 0 && i + 2 < n + n_next) {
-      later = Fine ? reinterpret_cast<const char*>(pool.low + cell(i + 2) * low_size)
-                   : reinterpret_cast<const char*>(pool.record + cell(i + 2) * pool.record_bytes);
+    const char* later = nullptr;
+    if (g0 == 0 && i + kAhead < n + n_next) {
+      later = Fine ? reinterpret_cast<const char*>(pool.low + cell(i + kAhead) * low_size)
+                   : reinterpret_cast<const char*>(pool.record + cell(i + kAhead) * pool.record_bytes);
     }
     const int64_t later_bytes = later == nullptr ? 0 : Fine ? shape.plane() : pool.record_bytes;
     for (int64_t at = 0; at < later_bytes; at += 64) prefetch(later + at);
@@ -176,7 +177,7 @@ void score(const Pool& pool, int head, const int64_t* pages, const std::vector<i
   const Record shape(pool);
   const int total = static_cast<int>(which.size());
   for (int i = 0; i < total; i += kPages) {
-    const int n = std::min(kPages, total - i), next = std::min(2, total - i - n);
+    const int n = std::min(kPages, total - i), next = std::min(kAhead, total - i - n);
     const int32_t* some = which.data() + i;
     for (int g = 0; g < query.group; g += kBlock) {
       switch (std::min(query.group - g, kBlock)) {

@@ -113,6 +113,10 @@ inline float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
 inline Vec where_at_most(Vec a, Vec limit, Vec value) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, limit.v, _CMP_LE_OQ), value.v)};
 }
+// value where a == n, else 0
+inline Vec where_equal(Ints a, int32_t n, Vec value) {
+  return {_mm512_maskz_mov_ps(_mm512_cmpeq_epi32_mask(a.v, _mm512_set1_epi32(n)), value.v)};
+}
 inline Vec keep_first(Vec a, int n, float other) { return {_mm512_mask_mov_ps(_mm512_set1_ps(other), first(n), a.v)}; }
 
 inline Vec exp(Vec a) {
@@ -257,6 +261,10 @@ inline float largest(Vec a) {
 }
 inline Vec where_at_most(Vec a, Vec limit, Vec value) {
   ENTROPIC_EACH value.v[i] = a.v[i] <= limit.v[i] ? value.v[i] : 0.0f;
+  return value;
+}
+inline Vec where_equal(Ints a, int32_t n, Vec value) {
+  ENTROPIC_EACH value.v[i] = a.v[i] == n ? value.v[i] : 0.0f;
   return value;
 }
 inline Vec keep_first(Vec a, int n, float other) {
