@@ -235,7 +235,7 @@ from backends.attention import PagedBatch  # noqa: E402
 from backends.attention import pruned as shipped  # noqa: E402
 from backends.attention.audit import single_row_plan  # noqa: E402
 from backends.attention.reference import Scoring, State, attend, merge  # noqa: E402
-from backends.kv_cache import PagedKVCache, quantise  # noqa: E402
+from backends.kv_cache import PagedKVCache, quantise, unpack  # noqa: E402
 from entropic_ctl.pruning.base import PruningConfig  # noqa: E402
 
 
@@ -305,21 +305,25 @@ def test_stored_error_and_page_interval_hold_in_exact_rationals(
     cache.v.zero_()
     assume(bool((cache.k.abs() <= 65504).all()))
     k = exact(cache.k[0, 0, 0])
-    codes, step, minimum, error = (exact(x.double()) for x in quantise(cache.k[0, 0, 0]))
-    for row, code in zip(k, codes, strict=True):
+    shadow = quantise(cache.k[0, 0, 0])
+    weight, centre, a, e = exact(shadow.weight), exact(shadow.centre), Fraction(shadow.step.item()), shadow.error.item()
+    for row, code in zip(k, exact(shadow.codes), strict=True):
         for d in range(dim):
-            assert abs(row[d] - (minimum[d] + step[d] * code[d])) <= error[d]
+            away, high = row[d] - centre[d], code[d] // 16 * 16 + Fraction(15, 2)
+            assert abs(away - weight[d] * a * (code[d] - 128)) <= weight[d] * Fraction(e)
+            assert abs(away - weight[d] * a * (high - 128)) <= weight[d] * (Fraction(e) + Fraction(15, 2) * a)
     cache.seal_pages(np.arange(1))
     query = (torch.randn(1, 1, 1, dim, generator=g) * size).to(dtype).float()
     scale = 1 / math.sqrt(dim)
-    lower, upper = shipped.page_bounds(cache, 0, torch.arange(1), query, Scoring(scale))
+    looks = [shipped.page_bounds(cache, 0, torch.arange(1), query, Scoring(scale), coarse=c) for c in (True, False)]
     q = exact(query[0, 0, 0])
     scores = [Fraction(scale) * sum((a * b for a, b in zip(q, row, strict=True)), Fraction(0)) for row in k]
     top = max(scores)
     parts = [exp(s - top, 64) for s in scores]
     total = Interval(sum((p.lo for p in parts), Fraction(0)), sum((p.hi for p in parts), Fraction(0)))
-    assert Fraction(float(lower[0, 0])) <= top + log(total.lo, 64).lo
-    assert top + log(total.hi, 64).hi <= Fraction(float(upper[0, 0]))
+    for lower, upper in looks:
+        assert Fraction(float(lower[0, 0])) <= top + log(total.lo, 64).lo
+        assert top + log(total.hi, 64).hi <= Fraction(float(upper[0, 0]))
 
 
 def test_without_float_slack_constant_float32_pages_break_the_interval() -> None:
@@ -335,8 +339,9 @@ def test_without_float_slack_constant_float32_pages_break_the_interval() -> None
     true = torch.logsumexp(s, -1).numpy()
     assert (lower[:, 0] <= true).all()
     assert (true <= upper[:, 0]).all()
-    stored = (query[:, 0, 0].double().abs() * cache.shadow.error[0, :, 0].double()).sum(-1).numpy() * 0.125
-    outside = np.abs((lower + upper)[:, 0] / 2 - true) > stored
+    keys = unpack(cache.shadow.record[0], cache.shadow.low[0], page, dim)
+    stored = (query[:, 0, 0].double().abs() * keys.weight[:, 0].double()).sum(-1) * keys.error[:, 0].double() * 0.125
+    outside = np.abs((lower + upper)[:, 0] / 2 - true) > stored.numpy()
     assert outside.mean() > 0.2
 
 

@@ -12,7 +12,7 @@ from backends.attention.batch import RUNNING, PagedBatch
 from backends.attention.pruned import audit_rows, output_errors, pruned_decode
 from backends.attention.reference import Scoring, State, attend, visible, window_pages, with_sink
 from backends.attention.rows import Row
-from backends.native import decode
+from backends.native import DecodeRows, decode
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.select import heads_per_group
 
@@ -111,7 +111,8 @@ def paged_attention(
     prunes = layer >= paged.pruning.dense_layers and sliding_window is None
     native = cache.native and paged.pruning.selection == "union" and query.dtype in NATIVE_DTYPES
     if native and paged.decoding is not None:
-        _native_decode(paged, layer, query[0], out, scoring, prunes=prunes, window=sliding_window, s_aux=s_aux)
+        rows = paged.decoding
+        _native_decode(paged, rows, layer, query[0], out, scoring, prunes=prunes, window=sliding_window, s_aux=s_aux)
     for row in paged.rows:
         if native and row.stop - row.start == 1:
             continue
@@ -127,6 +128,7 @@ def paged_attention(
 
 def _native_decode(
     paged: PagedBatch,
+    rows: DecodeRows,
     layer: int,
     query: torch.Tensor,
     out: torch.Tensor,
@@ -137,9 +139,7 @@ def _native_decode(
     s_aux: torch.Tensor | None,
 ) -> None:
     """Attend in C++ for all rows of one token, query (H, T, D) -> their places in ``out`` (T, H, D)."""
-    cache, rows = paged.cache, paged.decoding
-    assert rows is not None
-    details = paged.audit or paged.want_output_error
+    cache = paged.cache
     result = decode(
         cache,
         layer,
@@ -151,7 +151,7 @@ def _native_decode(
         window=window,
         sink_tokens=paged.sink_tokens,
         sinks=s_aux,
-        want_kept=details,
+        want_kept=paged.audit or paged.want_output_error,
     )
     pruned = prunes & (rows.theta_nats > 0)
     for length in rows.length[~pruned]:
@@ -164,8 +164,7 @@ def _native_decode(
     left_out = layout.n_pages - result.read[pruned].mean(axis=1)
     read, fine = layout.length - cache.page_tokens * left_out, result.fine[pruned].sum(axis=1)
     error = None
-    if details:
-        assert result.kept is not None
+    if result.kept is not None:
         columns = np.zeros((mass.shape[0], cache.n_kv_heads, layout.padded.shape[1]), np.bool_)
         at = (layout.candidate_row, slice(None), layout.candidate_at)
         pages = np.concatenate([np.asarray(paged.rows[r].candidates) for r in layout.rows])

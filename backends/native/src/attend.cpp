@@ -274,7 +274,7 @@ double key_norm_typed(const Pool& pool, int head, const Segment* segments, int64
       most = square <= most ? most : square;  // NaN wins
     }
   }
-  return std::sqrt(most) * (1.0 + 1e-5);
+  return std::sqrt(most) * (1.0 + 1e-5) + 4e-18;  // squares below 2^-126 may be lost
 }
 
 }  // namespace
@@ -338,7 +338,8 @@ void Query::load(const Work& work, int64_t row, int head, int d, int32_t pool_dt
       if (exact_bf16) bf16[static_cast<int64_t>(g) * stride + i] = static_cast<const simd::bf16*>(work.query)[at + i];
     }
     norm[g] = std::fabs(static_cast<double>(scale)) * std::sqrt(square) * (1.0 + 1e-9);
-    alpha[g] = most < kInfinity ? most / 32767.0f : 0.0f;
+    // below 1e-30 a query is as good as 0: with keys within float16 its scores are less than 1e-20
+    alpha[g] = most >= 1e-30f && most < kInfinity ? most / 32767.0f : 0.0f;
     for (int i = 0; i < d; ++i) {
       const float x = alpha[g] > 0.0f ? std::nearbyint(q[i] / alpha[g]) : 0.0f;
       q16[static_cast<int64_t>(g) * stride + i] = x >= -32767.0f && x <= 32767.0f ? static_cast<int16_t>(x) : 0;

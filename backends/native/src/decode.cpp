@@ -18,11 +18,18 @@ constexpr double kUnit = 5.9604644775390625e-8;  // 2^-24
 
 double gamma(int n) { return n * kUnit / (1.0 - n * kUnit); }
 
-// Rounding of a float32 log-sum-exp over `terms` real keys; see backends/attention/pruned.py.
+// Rounding of a float32 log-sum-exp over `terms` real keys; see backends/attention/pruned.py. Products of bfloat16 flush
+// numbers below 2^-126, operands and results: 16 2^-126 of either norm at most, for up to 256 channels.
 double exact_slack(double query_norm, double key_norm, double lse, double terms, int dim, double softcap) {
   const double g = gamma(dim + 6), n = terms + 8.0;
   return query_norm * key_norm * g * (1.0 + 8.0 * g) + (n + 5.0 * std::log(n) + 16.0) * kUnit +
-         4.0 * kUnit * std::fabs(lse) + 8.0 * kUnit * softcap;
+         4.0 * kUnit * std::fabs(lse) + 8.0 * kUnit * softcap + 1e-36 * (query_norm + key_norm) + 1e-30;
+}
+
+// m = r / (1 + r), rounded up, from the ratio r of what was dropped to what is kept; NaN or infinite: 1.
+double mass_of(double ratio) {
+  const double mass = ratio / (1.0 + ratio) * (1.0 + 1e-15) + 1e-300;
+  return mass <= 1.0 ? mass : 1.0;
 }
 
 // The sum of `upper` over the pages that all heads voted for, rounded up.
@@ -136,7 +143,7 @@ void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) 
     base[g] = std::exp(lse - static_cast<double>(reference[g]) - slack);
   }
   const double budget = std::expm1(w.theta[row]) * (1.0 - (static_cast<double>(count) + 64.0) * 8.0 * kUnit);
-  std::vector<double> dropped(group, 0.0);
+  std::vector<double> dropped(group, 0.0), kept_least(group, 0.0);
   s->out.assign(count, 0);
   s->unsure.clear();
   if (known && budget > 0.0) {
@@ -171,6 +178,16 @@ void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) 
     }
     for (int g = 0; g < group; ++g) dropped[g] += voted_sum(&s->upper[g * wide], s->votes, wide, group);
     for (int64_t i = 0; i < left; ++i) s->out[s->unsure[i]] = s->votes[i] == group;
+
+    // Once more without cancellation: `vote` takes from a sum, which fails where what is dropped outweighs what is kept.
+    bool within = true;
+    for (int g = 0; g < group; ++g) {
+      kept_least[g] = base[g];
+      for (int64_t i = 0; i < left; ++i)
+        if (s->votes[i] != group) kept_least[g] += s->lower[g * wide + i];
+      within = within && dropped[g] * (1.0 + 2e-9) <= std::expm1(w.theta[row]) * kept_least[g];
+    }
+    if (!within) s->out.assign(count, 0);
   }
 
   const int64_t fixed_end = fixed;
@@ -190,9 +207,9 @@ void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) 
     if (read < pages) {
       const double lse = s->state.lse(g);
       const double kept = lse - exact_slack(s->query.norm[g], norm, lse, read_tokens, dim, w.softcap);
-      const double lost = std::log(dropped[g] * (1.0 + 1e-9)) + static_cast<double>(reference[g]);
-      mass = std::min(1.0, 1.0 / (1.0 + std::exp(kept - lost)) * (1.0 + 1e-9) + 1e-300);
-      if (!(mass >= 0.0)) mass = 1.0;
+      const double lost = std::log(dropped[g]) + static_cast<double>(reference[g]);
+      const double exact = std::exp(lost - kept + 1e-9 + 1e-15 * (std::fabs(lost) + std::fabs(kept)));
+      mass = std::min(mass_of(exact), mass_of(dropped[g] / kept_least[g] * (1.0 + 1e-9)));
     }
     w.mass[row * heads + static_cast<int64_t>(head) * group + g] = mass;
   }
@@ -205,7 +222,6 @@ void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) 
     for (int64_t p = 0; p < count; ++p) kept[s->place[p]] = !s->out[p];
   }
   write_out(w, pool, row, head, s->state, pairs_used(w, pool));
-
 }
 
 struct Task {

@@ -137,7 +137,8 @@ inline Vec exp(Vec a) {
   return {_mm512_mask_mov_ps(p, _mm512_cmp_ps_mask(a.v, _mm512_set1_ps(88.7f), _CMP_GT_OQ), _mm512_set1_ps(kInfinity))};
 }
 
-// 2^x from above: at most 1.0616 times it (a chord in each octave); 0 below -125, infinity from 128.
+// 2^x from above: at most 1.0616 times it (a chord in each octave), and less only by the rounding of x + 127 to 24 bits,
+// 2^-17 of it; 2^-126 below -126, infinity from 128.
 inline Vec exp2_above(Vec x) {
   const __m512 t = _mm512_min_ps(_mm512_set1_ps(128.0f), _mm512_max_ps(_mm512_set1_ps(-126.0f), x.v));
   const __m512 bits = _mm512_fmadd_ps(t, _mm512_set1_ps(8388608.0f), _mm512_set1_ps(1065353216.0f));
@@ -277,7 +278,7 @@ inline Vec exp(Vec a) {
 }
 inline Vec exp2_above(Vec a) {
   ENTROPIC_EACH {
-    const float t = a.v[i] < -126.0f ? -126.0f : a.v[i] > 128.0f ? 128.0f : a.v[i];
+    const float t = !(a.v[i] >= -126.0f) ? -126.0f : a.v[i] > 128.0f ? 128.0f : a.v[i];
     const int32_t bits = static_cast<int32_t>(std::nearbyint(static_cast<double>(t) * 8388608.0 + 1065353216.0));
     std::memcpy(&a.v[i], &bits, 4);
   }
