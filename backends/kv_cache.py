@@ -4,8 +4,9 @@ The shadow is what pruning reads instead of the keys. Per page and KV head, for 
 
     k[t, d] ~ m[d] + w[d] a (c[t, d] - 128),    |k[t, d] - (m[d] + w[d] a (c[t, d] - 128))| <= w[d] e,
 
-with codes c of 8 bits, a weight w from 1 to 255 and a centre m of 16 bits per channel, and one step a and one error e of
-the page. A step per channel is a product of two small numbers, so a query can be multiplied with the weights in integers.
+with codes c of 8 bits, a weight w from 1 to 255 and a centre m of 16 bits per channel, and one step a and one error e
+of the page. A step per channel is a product of two small numbers, so a query can be multiplied with the weights in
+integers.
 A code is two planes of 4 bits, c = 16 h + l. A first look reads h alone and takes l for 7.5: the error is then
 w[d] (e + 7.5 a); pages it cannot decide are looked at again with l. *(ours)*
 
@@ -143,8 +144,8 @@ def unpack(record: torch.Tensor, low: torch.Tensor | None, page_tokens: int, dim
 class Shadow:
     """Quantised keys and value summaries, one entry per (layer, page, KV head); see the module docstring.
 
-    ``pool`` is the shape of the key pool, (L, pages, n_kv_heads, page_tokens, D). With B = ceil(page_tokens / 16) blocks
-    of tokens and C = ceil(D / 8) groups of channels, a plane is (B, C, 16) words of 32 bits: the word of token 16 b + i
+    ``pool`` is the shape of the key pool, (L, pages, n_kv_heads, page_tokens, D). With B = ceil(page_tokens / 16)
+    blocks of tokens and C = ceil(D / 8) groups of channels, a plane is (B, C, 16) words of 32 bits: the word of token 16 b + i
     and group g has channel 8 g + j in nibble (j >> 1) + 4 (j & 1), so a shift and a mask give two channels side by side
     as 16-bit numbers.
 

@@ -58,7 +58,9 @@ def test_the_stored_error_bounds_every_token_of_every_channel(kind: str, dtype: 
 
 
 @given(st.sampled_from(KINDS), st.sampled_from([1, 5, 16, 20, 33]), st.sampled_from([1, 8, 40, 67]), st.integers(0, 99))
-def test_what_is_packed_comes_back_and_the_first_look_sees_the_high_half(kind: str, page: int, dim: int, seed: int) -> None:
+def test_what_is_packed_comes_back_and_the_first_look_sees_the_high_half(
+    kind: str, page: int, dim: int, seed: int
+) -> None:
     got = quantise(keys_of(kind, (2, 3, page, dim), seed))
     record, low = pack(got)
     for x, y in zip(unpack(record, low, page, dim), got, strict=True):
@@ -85,7 +87,9 @@ def test_key_norm_and_value_radius_are_upper_bounds(dtype: torch.dtype) -> None:
         norms = cache.k[:, page].double().norm(dim=-1)
         away = (cache.v[:, page].double() - shadow.value_centre[:, page].double().unsqueeze(-2)).norm(dim=-1)
         keys = unpack(shadow.record[:, page], shadow.low[:, page], 4, 8)
-        reach = (keys.centre.double().abs() + 128 * keys.weight.double() * keys.step.double().unsqueeze(-1)).norm(dim=-1)
+        reach = (keys.centre.double().abs() + 128 * keys.weight.double() * keys.step.double().unsqueeze(-1)).norm(
+            dim=-1
+        )
         for stored, top in (
             (keys.norm, torch.maximum(norms.amax(dim=-1), reach)),
             (shadow.value_radius[:, page], away.amax(dim=-1)),

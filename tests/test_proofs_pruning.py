@@ -265,9 +265,11 @@ def test_weighted_queries_in_integers_are_off_by_at_most_one_unit() -> None:
     off = np.abs(q.astype(float) * w / (256.0 * alpha.astype(float)) - weighted)
     assert 0.9 < off.max() <= float(per_channel())
     assert np.abs(weighted).max() <= (32767 * 255 * 128 + 16384) // 32768
-    assert integer_gaps(16, 64, 257)["dot products fit in 31 bits"] > 0 > integer_gaps(16, 64, 259)[
-        "dot products fit in 31 bits"
-    ]
+    assert (
+        integer_gaps(16, 64, 257)["dot products fit in 31 bits"]
+        > 0
+        > integer_gaps(16, 64, 259)["dot products fit in 31 bits"]
+    )
 
 
 def test_two_to_the_x_from_above_falls_short_by_its_rounding_only() -> None:

@@ -140,8 +140,8 @@ def select(
     Raises
     ------
     BadInputError
-        On shapes that disagree, an empty or NaN interval, a negative or NaN budget, a NaN in ``log_spent``, or an unknown
-        selection.
+        On shapes that disagree, an empty or NaN interval, a negative or NaN budget, a NaN in ``log_spent``, or an
+        unknown selection.
     """
     theta = np.asarray(theta_nats, np.float64)
     lo, up, fixed = _validated(lower, upper, protected, theta)

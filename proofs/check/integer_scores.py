@@ -25,17 +25,19 @@ def _gamma(n: int, unit: Fraction = _U) -> Fraction:
 
 
 def per_channel() -> Fraction:
-    """Bound |q w / (256 alpha) - qw|: q / alpha to the nearest of 32,767, by w <= 255, and q16 w / 256 to the nearest."""
+    """Bound |q w / (256 alpha) - qw|: q / alpha of at most 32,767 to the nearest, then by w / 256."""
     return (Fraction(1, 2) + 32768 * _U) * Fraction(255, 256) + Fraction(1, 2)
 
 
 def exp_error() -> Fraction:
     """Bound the relative error of ``simd.h``'s exp: reduction, the polynomial of degree 7, its rounding."""
-    r = log(Fraction(2), _BITS).hi / 2 * (1 + Fraction(1, 1000))  # n is a log2(e), rounded: to the nearest but for 2^-16
+    r = (
+        log(Fraction(2), _BITS).hi / 2 * (1 + Fraction(1, 1000))
+    )  # n is a log2(e), rounded: to the nearest but for 2^-16
     reduction = 2 * r * _U + 128 * Fraction(213, 10**6) * _U  # two fused steps; ln 2 in two parts, the first exact
     cut = r**8 / _factorial(8) * Fraction(11, 10)
     worst = Fraction(0)
-    # Horner: a partial value is at most its constant term for negative arguments, at most its value at r for positive ones
+    # Horner: a partial value is at most its constant term for negative arguments, its value at r for positive ones
     for positive, least in ((False, exp(-r, _BITS).lo), (True, Fraction(1))):
         error, value = Fraction(0), Fraction(0)
         for k in range(7, 0, -1):
@@ -73,7 +75,8 @@ def integer_gaps(page_tokens: int, pages: int, head_size: int) -> dict[str, Frac
         "exp to 2 ulp": 4 * _U - exp_error(),
         "2^x from above": 132 * _U * (1 - _gamma(4)) - cut / (1 - cut),
         "2^x from above, for the lower end": Fraction(597, 10**4) - chord - cut,
-        "a token too light": Fraction(199, 10**40) - max(exp(Fraction(-87), _BITS).hi, _FLUSHED * (1 + cut)) * (1 + 8 * _U),
+        "a token too light": Fraction(199, 10**40)
+        - max(exp(Fraction(-87), _BITS).hi, _FLUSHED * (1 + cut)) * (1 + 8 * _U),
         # sums over blocks and lanes, two exp, two products, one sum; the rest for the rounding of the slack itself
         "the sum over a page": (16 * blocks + 24) * _U * (1 - _gamma(4)) - _gamma(blocks + 4 + 4 + 4 + 4),
         "the reference": 8 * (1 - _gamma(4)) - 3 * (1 + _gamma(3)),
