@@ -85,6 +85,22 @@ def test_every_kernel_compiles_for_both_architectures_without_spills(reports: li
     assert {r.architecture for r in reports} == set(ARCHITECTURES)
 
 
+def test_the_committed_table_is_of_these_kernels(reports: list[object]) -> None:
+    import triton
+
+    from backends.triton.aot import table
+
+    head, *lines = (TESTS.parent / "backends/triton/kernels.txt").read_text(encoding="utf-8").splitlines()
+    fresh = table(reports).splitlines()
+
+    def names(rows: list[str]) -> list[list[str]]:
+        return [re.split(r"\s{2,}", row)[:3] for row in rows]
+
+    assert names(lines) == names(fresh), "run: make kernels-report"
+    if f"triton {triton.__version__};" in head:
+        assert lines == fresh, "run: make kernels-report"
+
+
 def test_no_kernel_of_the_package_is_forgotten(reports: list[object]) -> None:
     from backends.triton.aot import ARCHITECTURES, kernels_of_package
 
@@ -151,8 +167,11 @@ def test_gpu_check_without_a_gpu_prints_the_floor_and_why(tmp_path: Path, capsys
     assert gpu_check.main(["--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "no CUDA device" in said
+    assert "assumed kept 15%" in said
     row = next(row for row in gpu_check.floor_table() if (row["batch"], row["context"]) == (64, 32768))
     assert row["floor_us H200"] == pytest.approx(64 * 32768 * 4096 / 4.8e6)
+    pages = 64 * 32768 // 16 * 8  # (page, KV head) pairs; 16 header, 384 weights and centres, 1,024 per plane
+    assert row["pruned_mb"] == pytest.approx((pages * (1424 + 0.4 * 1024) + 0.15 * 64 * 32768 * 4096) / 1e6)
 
 
 def test_gpu_check_reports_a_failing_part_and_goes_on() -> None:
@@ -165,12 +184,20 @@ def test_gpu_check_reports_a_failing_part_and_goes_on() -> None:
     assert "ZeroDivisionError" in parts.results["bad"]["error"]
 
 
-def test_gpu_demo_runs_both_loops(tmp_path: Path) -> None:
-    from backends import gpu_demo
-
-    few = ["--tiny", "--requests", "2", "--prompt-tokens", "200", "--new-tokens", "3", "--out", str(tmp_path)]
-    assert gpu_demo.main(few) == 0
+def test_gpu_demo_runs_both_loops_on_the_kernels(tmp_path: Path) -> None:
+    few = ["--tiny", "--requests", "1", "--prompt-tokens", "200", "--new-tokens", "2", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "backends.gpu_demo", *few],
+        cwd=TESTS.parent,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     loops = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))["loops"]
     assert set(loops) == {"baseline", "tuned"}
+    assert all(row["kernels"] == "triton" and row["tokens_per_s"] > 0 for row in loops.values())
     assert loops["baseline"]["kept_fraction"] == 1.0
-    assert all(row["tokens_per_s"] > 0 for row in loops.values())
+    assert loops["tuned"]["kv_gigabytes"] != loops["baseline"]["kv_gigabytes"]  # pages were scored
+    assert loops["tuned"]["certificate_max_nats"] <= 0.05
