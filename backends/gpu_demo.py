@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from backends.engine import Engine
-from backends.models import LoadedModel, Shape, load
+from backends.models import LoadedModel, load, wrap
 from backends.sampling import SamplingParams
 from backends.triton import interpreted
 from entropic_ctl import config as configs
@@ -58,18 +58,7 @@ def random_model(device: torch.device, *, tiny: bool = False) -> LoadedModel:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     network = LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.05)).to(device, dtype).eval()
-    weights = sum(p.numel() for p in network.parameters())
-    heads = sizes["num_attention_heads"]
-    shape = Shape(
-        layers=sizes["num_hidden_layers"],
-        heads=heads,
-        kv_heads=sizes["num_key_value_heads"],
-        head_dim=sizes["hidden_size"] // heads,
-        hidden=sizes["hidden_size"],
-        parameters=weights,
-        body_parameters=weights - 2 * sizes["vocab_size"] * sizes["hidden_size"],
-    )
-    return LoadedModel(network, None, "random Llama", frozenset(), sizes["vocab_size"], 131072, shape)
+    return dataclasses.replace(wrap(network, None, name="random Llama"), eos_ids=frozenset())
 
 
 def _run(model: LoadedModel, name: str, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
