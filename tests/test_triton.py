@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 TESTS = Path(__file__).parent
+ROWS = [(0, 160, 0.05), (1, 155, 0.0), (2, 145, 0.2)]  # place, tokens, theta
 FILES = sorted(path.name for path in TESTS.glob("kernels_*.py"))
 
 
@@ -125,6 +126,45 @@ def test_nothing_between_scoring_and_attention_is_looked_at_by_the_host() -> Non
         "_attend",
         "_merge",
     ]
+
+
+def test_a_layer_of_the_engine_looks_at_nothing_on_the_host() -> None:
+    """The whole attention of a mixed decode step on tensors without values: only the statistics may want one."""
+    import numpy as np
+
+    from backends.attention import PagedBatch
+    from backends.attention.audit import single_row_plan
+    from backends.attention.forward import paged_attention
+    from backends.kv_cache import PagedKVCache
+    from backends.triton.launch import recording
+    from entropic_ctl.pruning.base import PruningConfig
+
+    cache = PagedKVCache(2, 2, 64, 64, 16, torch.bfloat16, "meta", kernels="torch")
+    cache.kernels = "triton"
+    cache.sealed[:] = True
+    rows = [single_row_plan(length - 1, 1, range(10 * r, 10 * r + 10), theta_nats=theta) for r, length, theta in ROWS]
+    table = np.concatenate([plan.block_table for plan in rows])
+    joined = {
+        name: np.concatenate([getattr(plan, name) for plan in rows])
+        for name in ("context", "n_tokens", "samples", "greedy", "theta_nats", "n_draft")
+    }
+    index = np.arange(len(rows))
+    plan = rows[0]._replace(ids=index, slots=index, block_table=table, **joined)
+    batch = PagedBatch.from_plan(plan, cache, PruningConfig(dense_layers=1))
+    query, key = (torch.empty(1, heads, 3, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    seen = []
+    for layer in range(2):
+        module = torch.nn.Identity()
+        module.layer_idx = layer
+        with recording() as launches:
+            paged_attention(module, query, key, key, None, paged=batch)
+        seen.append([launch.kernel.fn.__name__ for launch in launches])
+    dense = ["_attend", "_merge"]
+    scored = ["_score_keys", "_score", "_choose", "_compact", "_score", "_choose", "_compact"]
+    assert seen == [["_write", *dense], ["_write", *scored, *dense, *dense]]  # pruned rows, then the exact one
+    assert [tuple(x.shape) for x in batch.pending[0].tensors] == [(2, 4), (2, 2), (2, 2)]
+    with pytest.raises(NotImplementedError, match="meta"):
+        batch.statistics()
 
 
 def test_the_report_sees_spills() -> None:
