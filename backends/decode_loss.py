@@ -1,8 +1,8 @@
 """What a budget loses, on real text: KL of the next-token distributions, and every certificate against float64.
 
 A text is prefilled exactly; its last tokens are decoded one by one, teacher forced: dense, then under each budget, from
-the same cache. In bfloat16 two ways of adding up the same attention already part by about a thousandth of a nat, as much
-as the budgets worth having; so the loss of pruning is measured with the same weights in float32, and beside it, in the
+the same cache. In bfloat16 two ways of adding up the same attention already part by about a thousandth of a nat, as
+much as the budgets worth having; so the loss of pruning is measured with the same weights in float32, and beside it, in the
 model's own dtype, the certificates and the loss of a budget that leaves out (almost) nothing: rounding. *(ours)*
 """
 
@@ -68,7 +68,7 @@ def decode_text(
         Budgets, nats.
     positions, page_tokens : int
     masses : bool
-        Also compute true pruned masses in float64, of every ``_AUDIT_EVERY``-th position (they cost more than decoding).
+        Also compute true pruned masses in float64, of every ``_AUDIT_EVERY``-th position (slower than decoding).
     pruning : PruningConfig, optional
     """
     rule = pruning or PruningConfig()
@@ -112,8 +112,8 @@ def audit_losses(
         By budget: ``kl_mean`` (KL(pruned || dense) in float32, nats per token), ``kl_low``, ``kl_high`` (means of the
         best and worst text); ``kl_as_run`` and ``kl_rounding`` (in the model's dtype: this budget, and one of
         ``ROUNDING_NATS``); ``certificate_max`` (nats), ``violations`` (heads that lost more than certified, or more
-        than the budget), ``heads`` checked (of every 8th position), ``certificate_ratio`` (mean certificate over mean true mass; NaN if
-        nothing was left out), ``positions``.
+        than the budget), ``heads`` checked (of every 8th position), ``certificate_ratio`` (mean certificate over mean
+        true mass; NaN if nothing was left out), ``positions``.
     """
     say = progress or (lambda _: None)
     plain = model.model.dtype == torch.float32

@@ -146,8 +146,8 @@ class Shadow:
 
     ``pool`` is the shape of the key pool, (L, pages, n_kv_heads, page_tokens, D). With B = ceil(page_tokens / 16)
     blocks of tokens and C = ceil(D / 8) groups of channels, a plane is (B, C, 16) words of 32 bits: the word of token
-    16 b + i and group g has channel 8 g + j in nibble (j >> 1) + 4 (j & 1), so a shift and a mask give two channels side
-    by side as 16-bit numbers.
+    16 b + i and group g has channel 8 g + j in nibble (j >> 1) + 4 (j & 1), so a shift and a mask give two channels
+    side by side as 16-bit numbers.
 
     Attributes
     ----------
