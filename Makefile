@@ -66,7 +66,7 @@ $(PEERS)/.installed:
 
 # Compile every Triton kernel for sm_80 and sm_90 (no GPU needed): registers, spills, shared memory.
 kernels-report: $(STAMP)
-	$(BIN)/python -m backends.triton.aot
+	$(BIN)/python -m backends.triton.aot --table backends/triton/kernels.txt
 
 # In place, with the machine's own interpreter (torch and triton for its GPU): nothing is installed.
 gpu-check:

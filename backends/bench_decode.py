@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import transformers
 
-from backends.attention.audit import audit_certificate
-from backends.decode_arms import Arm, our_arm, peer_arms, run_round
+from backends.decode_arms import Arm, our_arm, peer_arms, protected, run_round
+from backends.decode_loss import audit_losses
 from backends.decode_table import Row, ratios_of, summarise, targets_of
 from backends.filled import FilledCache
 from backends.machine import SpeedProbe, read_bandwidth
@@ -29,61 +29,24 @@ from backends.peers.launch import find_peers
 from backends.prompts import document_ids
 from entropic_ctl.errors import BadInputError
 
-__all__ = ["CELLS", "CROSSOVER_CONTEXTS", "audit_loss", "bench_decode", "crossover"]
+__all__ = ["CELLS", "CROSSOVER_CONTEXTS", "bench_decode", "crossover"]
 
 CELLS = ((1, 128), (8, 128), (8, 2000), (8, 8000))
 CROSSOVER_CONTEXTS = (128, 256, 512, 1024, 2000, 4000, 8000)
-_TEXT_APART = 12_000  # tokens between the starts of two audited texts
 Say = Callable[[str], None]
-
-
-def audit_loss(
-    model: LoadedModel, context: int, theta_nats: float, *, texts: int, positions: int, page_tokens: int
-) -> dict[str, float]:
-    """Measure what a budget loses at a context, over the last ``positions`` tokens of each of several texts.
-
-    Returns
-    -------
-    dict
-        ``kl_mean`` (KL(pruned || dense), nats per token), ``kl_low``, ``kl_high`` (means of the best and worst text),
-        ``certificate_max`` (nats), ``violations``, ``heads`` checked, ``certificate_ratio`` (mean certificate over
-        mean true mass), ``positions``.
-    """
-    found = []
-    for i in range(texts):
-        ids = document_ids(model, context, start=i * _TEXT_APART if context > 64 else i)
-        try:
-            found.append(audit_certificate(model.model, ids, theta_nats, positions=positions, page_tokens=page_tokens))
-        except BadInputError as error:
-            if error.problem != "no page could be pruned":
-                raise
-    if not found:
-        return {"kl_mean": 0.0, "kl_low": 0.0, "kl_high": 0.0, "certificate_max": 0.0, "violations": 0, "heads": 0,
-                "certificate_ratio": math.nan, "positions": 0}  # fmt: skip
-    kl, lost = [a.kl_nats_mean for a in found], sum(a.mean_true_mass for a in found)
-    return {
-        "kl_mean": statistics.fmean(kl),
-        "kl_low": min(kl),
-        "kl_high": max(kl),
-        "certificate_max": max(a.max_certificate_nats for a in found),
-        "violations": sum(a.violations + a.over_budget for a in found),
-        "heads": sum(a.heads for a in found),
-        "certificate_ratio": sum(a.mean_certificate for a in found) / lost if lost else math.nan,
-        "positions": sum(a.positions for a in found),
-    }
 
 
 def bench_decode(
     model: LoadedModel | None = None,
     *,
-    thetas: Sequence[float] = (0.05,),
+    thetas: Sequence[float] = (0.05, 0.07),
     cells: Sequence[tuple[int, int]] = CELLS,
     repeats: int = 5,
     steps: int = 16,
     warmup: int = 3,
-    texts: int = 4,
-    positions: int = 32,
-    page_tokens: int = 16,
+    texts: int = 2,
+    positions: int = 64,
+    page_tokens: int = 32,
     peers: str | Path | None = None,
     without_peers: bool = False,
     progress: Say | None = None,
@@ -139,11 +102,10 @@ def bench_decode(
                     label = f"batch {batch}, context {context:,}, round {number + 1} of {repeats}"
                     run_round(arms, batch, filled, probe, say, label)
             del filled
+    sizes = {"texts": texts, "positions": positions, "page_tokens": page_tokens, "pruning": protected(page_tokens)}
     for context in sorted({c for _, c in cells}):
-        for theta in thetas:
-            say(f"loss of theta {theta:g} at {context:,} tokens: {texts} texts x {positions} positions")
-            sizes = {"texts": texts, "positions": positions, "page_tokens": page_tokens}
-            losses[theta, context] = audit_loss(model, context, theta, **sizes)
+        for theta, loss in audit_losses(model, context, thetas, progress=say, **sizes).items():
+            losses[theta, context] = loss
     rows = _rows(arms, cells, losses, bandwidth)
     for arm in others:
         for state in states:
@@ -226,7 +188,7 @@ def crossover(
     repeats: int = 5,
     steps: int = 16,
     warmup: int = 3,
-    page_tokens: int = 16,
+    page_tokens: int = 32,
     progress: Say | None = None,
 ) -> dict[str, Any]:
     """Find the context from which pruning pays.

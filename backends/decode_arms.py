@@ -22,6 +22,7 @@ from backends.peers.launch import HOW_TO_GET, PEERS, Peer, PeerError, gguf_of, i
 from backends.prompts import document_ids
 from entropic_ctl import config as configs
 from entropic_ctl.errors import BadInputError
+from entropic_ctl.pruning.base import PruningConfig
 
 __all__ = ["Arm", "Sample", "engine_config", "our_arm", "peer_arms", "run_round", "time_engine"]
 
@@ -65,9 +66,20 @@ class Arm:
     failed: str = ""
 
 
+def protected(page_tokens: int) -> PruningConfig:
+    """Return the pages that are always read: the first, and those of the last 64 tokens."""
+    return PruningConfig(recent_pages=max(1, 64 // page_tokens))
+
+
 def engine_config(batch: int, context: int, room: int, theta_nats: float, page_tokens: int) -> configs.RunConfig:
     """Return a run whose pool fits ``batch`` rows of ``context + room`` tokens; ``theta_nats`` 0 is dense."""
-    pruning = {"law": "budget", "theta_nats": theta_nats, "theta_wide_nats": theta_nats}
+    rule = protected(page_tokens)
+    pruning = {
+        "law": "budget",
+        "theta_nats": theta_nats,
+        "theta_wide_nats": theta_nats,
+        "recent_pages": rule.recent_pages,
+    }
     engine = {
         "page_tokens": page_tokens,
         "pages": batch * -(-(context + room) // page_tokens) + 1,

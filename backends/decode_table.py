@@ -49,7 +49,10 @@ class Row:
     theta_nats : float
         0 is dense.
     kl_mean, kl_low, kl_high : float
-        KL(pruned || dense) in nats per token: mean over texts, means of the best and the worst text.
+        KL(pruned || dense) in nats per token, with the weights in float32: mean over texts, means of the best and the
+        worst text.
+    kl_as_run, kl_rounding : float
+        In the model's own dtype: this budget, and one that leaves out nothing (mere rounding).
     certificate_max : float
         Largest certified -ln(1 - m), timed and audited steps, nats.
     violations : int
@@ -77,6 +80,8 @@ class Row:
     kl_mean: float
     kl_low: float
     kl_high: float
+    kl_as_run: float
+    kl_rounding: float
     certificate_max: float
     violations: int
     audited_heads: int
@@ -127,7 +132,7 @@ def summarise(
     base : sequence of Sample, optional
         This engine at the same batch and the shortest context.
     loss : dict, optional
-        From :func:`backends.bench_decode.audit_loss`; None for dense engines.
+        From :func:`backends.decode_loss.audit_losses`, of this budget; None for dense engines.
     theta_nats : float
     weight_bytes : int
     bandwidth : float
@@ -159,6 +164,8 @@ def summarise(
         kl_mean=lost.get("kl_mean", 0.0),
         kl_low=lost.get("kl_low", 0.0),
         kl_high=lost.get("kl_high", 0.0),
+        kl_as_run=lost.get("kl_as_run", 0.0),
+        kl_rounding=lost.get("kl_rounding", 0.0),
         certificate_max=max(lost.get("certificate_max", 0.0), *(s.certificate_max for s in samples)),
         violations=int(lost.get("violations", 0)),
         audited_heads=int(lost.get("heads", 0)),

@@ -262,7 +262,7 @@ def runner(network: Any, kernels: str) -> Runner:
     Parameters
     ----------
     network : transformers decoder
-    kernels : {'auto', 'native', 'torch'}
+    kernels : {'auto', 'native', 'triton', 'torch'}
         ``auto`` takes the fused decoder where it can, and says on stderr, once, where it cannot and why.
 
     Raises
@@ -270,7 +270,7 @@ def runner(network: Any, kernels: str) -> Runner:
     BadInputError
         With ``native``, if the fused decoder cannot run the model here.
     """
-    if kernels != "torch":
+    if kernels in ("auto", "native"):
         decoder, reason = FusedDecoder.of(network)
         if decoder is not None:
             return decoder.run
@@ -279,7 +279,7 @@ def runner(network: Any, kernels: str) -> Runner:
                 f"the C++ layers cannot run this model: {reason}",
                 field="engine.kernels",
                 value=kernels,
-                allowed="auto, native, torch",
+                allowed="auto, native, triton, torch",
                 remedy="use auto or torch",
             )
         if network.device.type == "cpu":

@@ -90,9 +90,12 @@ def read(network: Any) -> Layout:
     ropes = sorted(set(kinds), key=str)
     if len(ropes) > _MOST_ROPES:
         raise NotCoveredError(f"{len(ropes)} kinds of rotary angles")
-    layers = [
-        _layer(layer, ropes.index(kind), i) for i, (layer, kind) in enumerate(zip(body.layers, kinds, strict=True))
-    ]
+    try:
+        layers = [
+            _layer(layer, ropes.index(kind), i) for i, (layer, kind) in enumerate(zip(body.layers, kinds, strict=True))
+        ]
+    except AttributeError as error:
+        raise NotCoveredError(str(error)) from None
     layouts = {tuple(name for name, norm in parts.norms.items() if norm is not None) for parts in layers}
     if len(layouts) > 1:
         raise NotCoveredError("layers with norms in different places")

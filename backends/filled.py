@@ -14,6 +14,7 @@ import torch
 
 from backends.attention import PagedBatch, register
 from backends.attention.audit import single_row_plan
+from backends.decoder import runner
 from backends.engine import Engine
 from backends.jobs import OnText
 from backends.kv_cache import PagedKVCache
@@ -70,6 +71,8 @@ class FilledCache:
         Also quantise the keys, for engines that prune.
     chunk : int
         Tokens per forward pass.
+    room : int
+        Tokens the cache has pages for, if more than the text's.
     progress : callable(done, total), optional
     """
 
@@ -81,20 +84,22 @@ class FilledCache:
         page_tokens: int,
         shadow: bool = True,
         chunk: int = 512,
+        room: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.tokens, self.shadow = list(tokens), shadow
         network, shape = model.model, model.shape
         network.set_attn_implementation(register())
-        pages = range(-(-len(tokens) // page_tokens))
+        pages = range(-(-max(len(tokens), room) // page_tokens))
         sizes = (shape.layers, shape.kv_heads, shape.head_dim, len(pages), page_tokens)
         self.cache = PagedKVCache(*sizes, dtype=network.dtype, device=network.device)
         ids = torch.tensor(self.tokens, dtype=torch.long, device=network.device)
+        run = runner(network, "auto")
         with torch.inference_mode():
             for start in range(0, len(tokens), chunk):
                 n = min(chunk, len(tokens) - start)
                 batch = PagedBatch.from_plan(single_row_plan(start, n, pages), self.cache, PruningConfig())
-                batch.run(network, ids[start : start + n])
+                run(batch, ids[start : start + n])
                 if shadow:
                     self.cache.seal(batch)
                 if progress is not None:

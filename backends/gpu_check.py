@@ -30,6 +30,8 @@ _NOMINAL = {"A100 80GB": 2.04e12, "H100 SXM": 3.35e12, "H200": 4.8e12}
 
 _GRID = [(1, 4096), (1, 32768), (1, 131072), (8, 4096), (8, 32768), (64, 4096), (8, 131072), (64, 32768), (64, 131072)]
 _THETA = 0.05
+_ASSUMED = {"kept": 0.15, "refined": 0.4}
+"""Shares of pages for the pruned floor without a GPU: of K and V read, of low planes read."""
 
 
 class _Sections:
@@ -186,12 +188,21 @@ def _decode(device: torch.device, bandwidth: float, *, tiny: bool, deadline: flo
 
 
 def floor_table() -> list[dict[str, Any]]:
-    """Return the least time per layer that the bytes allow, by data-sheet bandwidth, microseconds."""
-    return [
-        {"batch": batch, "context": context}
-        | {f"floor_us {name}": 1e6 * 4 * batch * context * 8 * 128 / rate for name, rate in _NOMINAL.items()}
-        for batch, context in _GRID
-    ]
+    """Return the least time per layer that the bytes allow, by data-sheet bandwidth: megabytes, microseconds.
+
+    Dense, and pruned with an *assumed* share of pages read and of low planes looked at (:data:`_ASSUMED`): arithmetic,
+    nothing measured.
+    """
+    from backends.gpu_decode import LLAMA_8B, bytes_dense, bytes_pruned
+
+    rows = []
+    for batch, context in _GRID:
+        dense = bytes_dense(LLAMA_8B, batch * context)
+        pruned = bytes_pruned(LLAMA_8B, batch * context, **_ASSUMED)
+        row: dict[str, Any] = {"batch": batch, "context": context, "dense_mb": dense / 1e6, "pruned_mb": pruned / 1e6}
+        row |= {f"floor_us {name}": 1e6 * dense / rate for name, rate in _NOMINAL.items()}
+        rows.append(row | {f"floor_pruned_us {name}": 1e6 * pruned / rate for name, rate in _NOMINAL.items()})
+    return rows
 
 
 def _print_rows(rows: Sequence[dict[str, Any]]) -> None:
@@ -223,7 +234,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts.run("hardware", lambda: _hardware(device))
     if why is not None:
         parts.results["not measured"] = why
-        parts.results["floor"] = floor_table()
+        assumed = ", ".join(f"{name} {share:.0%}" for name, share in _ASSUMED.items())
+        parts.results[f"floor per layer of Llama-3-8B: bytes over bandwidth (pruned: assumed {assumed})"] = (
+            floor_table()
+        )
     else:
         copied = parts.run("copy bandwidth", lambda: _copy(device, tiny=tiny))
         bandwidth = copied.get("bytes_per_s", _NOMINAL["H200"])

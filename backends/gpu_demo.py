@@ -21,8 +21,9 @@ import numpy as np
 import torch
 
 from backends.engine import Engine
-from backends.models import LoadedModel, Shape, load
+from backends.models import LoadedModel, load, wrap
 from backends.sampling import SamplingParams
+from backends.triton import interpreted
 from entropic_ctl import config as configs
 from entropic_ctl.errors import EntropicError
 
@@ -53,30 +54,27 @@ def random_model(device: torch.device, *, tiny: bool = False) -> LoadedModel:
     }
     if tiny:
         sizes |= {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
-        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     network = LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.05)).to(device, dtype).eval()
-    weights = sum(p.numel() for p in network.parameters())
-    heads = sizes["num_attention_heads"]
-    shape = Shape(
-        layers=sizes["num_hidden_layers"],
-        heads=heads,
-        kv_heads=sizes["num_key_value_heads"],
-        head_dim=sizes["hidden_size"] // heads,
-        hidden=sizes["hidden_size"],
-        parameters=weights,
-        body_parameters=weights - 2 * sizes["vocab_size"] * sizes["hidden_size"],
-    )
-    return LoadedModel(network, None, "random Llama", frozenset(), sizes["vocab_size"], 131072, shape)
+    return dataclasses.replace(wrap(network, None, name="random Llama"), eos_ids=frozenset())
 
 
-def _run(model: LoadedModel, name: str, prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
-    """Run all prompts through the engine under one loop."""
+def _run(model: LoadedModel, name: str, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """Run all prompts through the engine under one loop, on the Triton kernels where they run."""
     batch = min(len(prompts), 32)
     pages = (batch + 1) * (-(-(len(prompts[0]) + new_tokens + 1) // 16) + 1)
     run = configs.from_mapping(
-        {"engine": {"pages": pages, "max_batch": batch, "max_batch_tokens": 8192}, "loop": _LOOPS[name]}
+        {
+            "engine": {
+                "pages": pages,
+                "max_batch": batch,
+                "max_batch_tokens": 8192,
+                "kernels": "triton" if interpreted() else "auto",
+            },
+            "loop": _LOOPS[name],
+        }
     )
     engine = Engine(run, dataclasses.replace(model, eos_ids=frozenset()), uncertified=True)
     for i, prompt in enumerate(prompts):
@@ -98,6 +96,7 @@ def _run(model: LoadedModel, name: str, prompts: list[list[int]], new_tokens: in
             print(f"   {len(steps)} decode steps", file=sys.stderr, flush=True)
     seconds = time.perf_counter() - start
     return {
+        "kernels": engine.cache.kernels,
         "seconds": seconds,
         "tokens_per_s": len(prompts) * new_tokens / seconds,
         "decode_step_ms": float(np.median(steps)) if steps else float("nan"),
@@ -105,6 +104,10 @@ def _run(model: LoadedModel, name: str, prompts: list[list[int]], new_tokens: in
         "certificate_max_nats": certificate,
         "kv_gigabytes": kv_bytes / 1e9,
     }
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else f"{value:.4g}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available() and not options.tiny:
         print("gpu-demo: no CUDA device is visible to PyTorch; `entropic demo` runs the same loop on a CPU")
         return 0
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() and not interpreted() else "cpu")
     try:
         if options.tiny:
             model = random_model(device, tiny=True)
@@ -148,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{model.name} on {where}, torch {torch.__version__}: {options.requests} x {length} + {options.new_tokens}")
     for key in rows["baseline"]:
-        print(f"{key:>22}  " + "  ".join(f"{name} {row[key]:10.4g}" for name, row in rows.items()))
+        print(f"{key:>22}  " + "  ".join(f"{name} {_shown(row[key]):>10}" for name, row in rows.items()))
     options.out.mkdir(parents=True, exist_ok=True)
     result = {"device": where, "torch": torch.__version__, "model": model.name, "prompt_tokens": length, "loops": rows}
     (options.out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -4,8 +4,9 @@ The shadow is what pruning reads instead of the keys. Per page and KV head, for 
 
     k[t, d] ~ m[d] + w[d] a (c[t, d] - 128),    |k[t, d] - (m[d] + w[d] a (c[t, d] - 128))| <= w[d] e,
 
-with codes c of 8 bits, a weight w from 1 to 255 and a centre m of 16 bits per channel, and one step a and one error e of
-the page. A step per channel is a product of two small numbers, so a query can be multiplied with the weights in integers.
+with codes c of 8 bits, a weight w from 1 to 255 and a centre m of 16 bits per channel, and one step a and one error e
+of the page. A step per channel is a product of two small numbers, so a query can be multiplied with the weights in
+integers.
 A code is two planes of 4 bits, c = 16 h + l. A first look reads h alone and takes l for 7.5: the error is then
 w[d] (e + 7.5 a); pages it cannot decide are looked at again with l. *(ours)*
 
@@ -143,10 +144,10 @@ def unpack(record: torch.Tensor, low: torch.Tensor | None, page_tokens: int, dim
 class Shadow:
     """Quantised keys and value summaries, one entry per (layer, page, KV head); see the module docstring.
 
-    ``pool`` is the shape of the key pool, (L, pages, n_kv_heads, page_tokens, D). With B = ceil(page_tokens / 16) blocks
-    of tokens and C = ceil(D / 8) groups of channels, a plane is (B, C, 16) words of 32 bits: the word of token 16 b + i
-    and group g has channel 8 g + j in nibble (j >> 1) + 4 (j & 1), so a shift and a mask give two channels side by side
-    as 16-bit numbers.
+    ``pool`` is the shape of the key pool, (L, pages, n_kv_heads, page_tokens, D). With B = ceil(page_tokens / 16)
+    blocks of tokens and C = ceil(D / 8) groups of channels, a plane is (B, C, 16) words of 32 bits: the word of token
+    16 b + i and group g has channel 8 g + j in nibble (j >> 1) + 4 (j & 1), so a shift and a mask give two channels
+    side by side as 16-bit numbers.
 
     Attributes
     ----------
@@ -195,16 +196,17 @@ class PagedKVCache:
     dtype : torch.dtype
         bfloat16, float16 or float32.
     device : torch.device or str
-    kernels : {"auto", "native", "torch"}
-        Who reads and writes it: the C++ kernels (on a CPU), or PyTorch. ``auto``: C++ where it can be built.
+    kernels : {"auto", "native", "triton", "torch"}
+        Who reads and writes it: the C++ kernels (on a CPU), those in Triton (on a GPU), or PyTorch. ``auto``: C++ on
+        a CPU and Triton on a GPU where they can run, else PyTorch.
 
     Attributes
     ----------
     k, v : tensor, (n_layers, pages, n_kv_heads, page_tokens, head_dim)
     sealed : bool NumPy array, (pages,)
         True for pages that are full and have a valid shadow.
-    native : bool
-        Whether the C++ kernels are used.
+    kernels : {"native", "triton", "torch"}
+        What was chosen.
 
     Raises
     ------
@@ -259,7 +261,7 @@ class PagedKVCache:
             ) from None
         self.sealed: npt.NDArray[np.bool_] = np.zeros(pages, np.bool_)
         self._shadow: Shadow | None = None
-        self.native = _native(kernels, self.device, head_dim)
+        self.kernels = _kernels(kernels, self.device, head_dim, page_tokens)
 
     @property
     def shadow(self) -> Shadow:
@@ -308,8 +310,13 @@ class PagedKVCache:
         page, offset : int64, shape (T,)
             Page id and slot within the page of each token.
         """
-        if self.native:
+        if self.kernels == "native":
             native.write(self, layer, key, value, page, offset)
+            return
+        if self.kernels == "triton":
+            from backends.triton import paged
+
+            paged.write(self, layer, key, value, page, offset)
             return
         self.k[layer][page, :, offset] = key.transpose(0, 1).to(self.dtype)
         self.v[layer][page, :, offset] = value.transpose(0, 1).to(self.dtype)
@@ -323,12 +330,19 @@ class PagedKVCache:
 
     def seal_pages(self, pages: npt.NDArray[np.int64]) -> None:
         """Quantise full pages by id (all ``page_tokens`` slots written in every layer)."""
-        if self.native:
+        if self.kernels != "torch":
             if pages.shape[0]:
-                self.sealed[pages] = native.seal(self, pages)
+                self.sealed[pages] = self._seal_in_kernels(pages)
             return
         for start in range(0, pages.shape[0], 4):  # the float64 workspace stays in cache
             self._seal_some(pages[start : start + 4])
+
+    def _seal_in_kernels(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        if self.kernels == "native":
+            return native.seal(self, pages)
+        from backends.triton import paged
+
+        return paged.seal(self, pages)
 
     def _seal_some(self, pages: npt.NDArray[np.int64]) -> None:
         index = torch.from_numpy(np.ascontiguousarray(pages)).to(self.device)
@@ -348,21 +362,35 @@ class PagedKVCache:
         self.sealed[index.cpu().numpy()] = True
 
 
-def _native(kernels: str, device: torch.device, head_dim: int) -> bool:
-    if kernels not in ("auto", "native", "torch"):
-        raise BadInputError("no such kernels", field="kernels", value=kernels, allowed="auto, native, torch")
-    if kernels == "torch":
-        return False
-    problem = "they run on a CPU" if device.type != "cpu" else None
-    if head_dim > native.MAX_HEAD_DIM:
-        problem = f"they hold heads of up to {native.MAX_HEAD_DIM} channels, the model has {head_dim}"
-    problem = problem or native.reason_unavailable()
-    if problem is not None and kernels == "native":
+def _kernels(name: str, device: torch.device, head_dim: int, page_tokens: int) -> str:
+    """Return which kernels a cache is read and written with."""
+    if name not in ("auto", "native", "triton", "torch"):
+        raise BadInputError("no such kernels", field="kernels", value=name, allowed="auto, native, triton, torch")
+    if name == "torch":
+        return name
+    wanted = name if name != "auto" else "native" if device.type == "cpu" else "triton"
+    problem = f"they hold heads of up to {native.MAX_HEAD_DIM} channels, the model has {head_dim}"
+    if head_dim <= native.MAX_HEAD_DIM and wanted == "native":
+        problem = "they run on a CPU" if device.type != "cpu" else native.reason_unavailable() or ""
+    elif head_dim <= native.MAX_HEAD_DIM:
+        problem = _no_triton(device, page_tokens)
+    if problem and name != "auto":
+        needs = "native (a CPU with a C++ compiler), triton (an NVIDIA GPU), torch, auto"
         raise BadInputError(
-            f"the C++ attention cannot be used: {problem}",
+            f"the attention in {'C++' if wanted == 'native' else 'Triton'} cannot be used: {problem}",
             field="kernels",
-            value=kernels,
-            allowed="native (a CPU with a C++ compiler), torch, auto",
+            value=name,
+            allowed=needs,
             remedy="set engine.kernels = 'torch'",
         )
-    return problem is None
+    return "torch" if problem else wanted
+
+
+def _no_triton(device: torch.device, page_tokens: int) -> str:
+    from backends.triton import interpreted, reason_unavailable
+
+    if page_tokens < 16 or page_tokens & (page_tokens - 1):
+        return f"they take pages of 16, 32, 64, ... tokens, not {page_tokens}"
+    if device.type != "cuda" and not (interpreted() and device.type == "cpu"):
+        return f"they run on a GPU, the cache is on {device}"
+    return reason_unavailable() or ""

@@ -10,7 +10,7 @@ drafts cannot change a sampled text, and CPU and GPU draw the same token up to t
 
 Three kernels share one signature each: moments of a step (:class:`TorchLogitView`, the reference, and the C++
 :class:`backends.native.sampling.NativeLogitView`) and the draw (:func:`backends.gumbel.choose`, the reference, and
-:func:`backends.native.sampling.choose`). :func:`kernels` picks.
+:func:`backends.native.sampling.choose`; on a GPU :func:`backends.triton.sampling.choose`). :func:`kernels` picks.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from backends import gumbel
+from backends import triton as gpu
 from backends.native import reason_unavailable
 from backends.native import sampling as native
 from entropic_ctl import fields
@@ -196,23 +197,33 @@ def kernels(name: str = "auto", device: torch.device | str = "cpu") -> Kernels:
     Parameters
     ----------
     name : str
-        ``torch`` (the reference, any device), ``native`` (C++, CPU), or ``auto``: native on a CPU that can build it.
+        ``torch`` (the reference, any device), ``native`` (C++, CPU), ``triton`` (GPU; moments by ``torch``), or
+        ``auto``: the kernels of the device where they can run.
     device : torch.device
         Where the logits are.
 
     Raises
     ------
     BadInputError
-        If the name is unknown, or the C++ kernels are asked for where there are none.
+        If the name is unknown, or kernels are asked for where they cannot run.
     """
+    if name not in ("auto", "native", "triton", "torch"):
+        raise BadInputError("no such kernels", field="kernels", value=name, allowed="auto, native, triton, torch")
     on_cpu = torch.device(device).type == "cpu"
-    why = (reason_unavailable() if on_cpu else f"the logits are on {device}") if name in ("auto", "native") else None
-    if name not in ("auto", "native", "torch"):
-        raise BadInputError("no such kernels", field="kernels", value=name, allowed="auto, native, torch")
-    if name == "native" and why is not None:
+    wanted = name if name != "auto" else "native" if on_cpu else "triton"
+    why = None
+    if wanted == "native":
+        why = reason_unavailable() if on_cpu else f"the logits are on {device}"
+    elif wanted == "triton":
+        why = f"the logits are on {device}" if on_cpu and not gpu.interpreted() else gpu.reason_unavailable()
+    if name != "auto" and why is not None:
         raise BadInputError(why, field="kernels", value=name, allowed="torch")
-    if name == "torch" or why is not None:
+    if wanted == "torch" or why is not None:
         return Kernels(TorchLogitView, gumbel.choose)
+    if wanted == "triton":
+        from backends.triton.sampling import choose
+
+        return Kernels(TorchLogitView, choose)
     return Kernels(native.NativeLogitView, native.choose)
 
 

@@ -22,13 +22,15 @@ def bench_decode(
     cells: Annotated[
         str, typer.Option("--cells", metavar="BxC,...", help="Batches and contexts to time.")
     ] = "1x128,8x128,8x2000,8x8000",
-    theta: Annotated[str, typer.Option("--theta", metavar="NATS,...", help="Budgets of the pruned engine.")] = "0.05",
+    theta: Annotated[
+        str, typer.Option("--theta", metavar="NATS,...", help="Budgets of the pruned engine.")
+    ] = "0.05,0.07",
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds; every engine runs once in each.")] = 5,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Timed decode steps per engine and round.")] = 16,
     warmup: Annotated[int, typer.Option("--warmup", min=0, help="Untimed decode steps before them.")] = 3,
-    texts: Annotated[int, typer.Option("--texts", min=1, help="Texts on which the loss is measured.")] = 4,
-    positions: Annotated[int, typer.Option("--positions", min=1, help="Tokens of each text that are audited.")] = 32,
-    page_tokens: Annotated[int, typer.Option("--page-tokens", min=1, help="Tokens per KV page.")] = 16,
+    texts: Annotated[int, typer.Option("--texts", min=1, help="Texts on which the loss is measured.")] = 2,
+    positions: Annotated[int, typer.Option("--positions", min=1, help="Tokens of each text that are audited.")] = 64,
+    page_tokens: Annotated[int, typer.Option("--page-tokens", min=1, help="Tokens per KV page.")] = 32,
     peers: Annotated[
         Path | None,
         typer.Option("--peers", metavar="DIR", help="Environment of `make bench-peers`; or ENTROPIC_PEERS=DIR."),

@@ -62,7 +62,9 @@ class EngineConfig:
     prefix_caching: bool = fields.flag(False, "share full prompt pages between requests")
     audit_every: int = fields.integer(0, 0, 10**6, "engine: every n-th step also runs dense to measure KL; 0 is never")
     kernels: str = fields.choice(
-        "auto", ("auto", "native", "torch"), "engine: C++ kernels (native), PyTorch's, or native where it can (auto)"
+        "auto",
+        ("auto", "native", "triton", "torch"),
+        "engine: C++ kernels on a CPU (native), Triton's on a GPU (triton), PyTorch's, or the best that runs (auto)",
     )
     audit_rate: float = fields.number(
         0.0, 0.0, 1.0, "engine: chance that a pruned step also runs dense, for a bound on the mean KL; 0 is never"

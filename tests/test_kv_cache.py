@@ -11,7 +11,7 @@ from hypothesis import strategies as st  # noqa: E402
 from backends.attention import PagedBatch  # noqa: E402
 from backends.attention.audit import single_row_plan  # noqa: E402
 from backends.attention.forward import gather  # noqa: E402
-from backends.kv_cache import PagedKVCache, quantise  # noqa: E402
+from backends.kv_cache import PagedKVCache, pack, quantise, unpack  # noqa: E402
 from entropic_ctl.errors import BadInputError  # noqa: E402
 from entropic_ctl.pruning.base import PruningConfig  # noqa: E402
 
@@ -40,21 +40,38 @@ KINDS = ["normal", "constant", "offset", "far offset", "tiny", "subnormal", "out
 @given(st.sampled_from(KINDS), st.sampled_from(DTYPES), st.integers(0, 2**31 - 1))
 def test_the_stored_error_bounds_every_token_of_every_channel(kind: str, dtype: torch.dtype, seed: int) -> None:
     keys = keys_of(kind, (3, 16, 8), seed).to(dtype)
-    codes, step, minimum, error = quantise(keys)
-    assert codes.dtype == torch.uint8
-    assert step.dtype == minimum.dtype == error.dtype == torch.float16
-    # exact: 24-bit keys and a product of 11 and 8 bits are far apart at most 2^52
-    back = minimum.double().unsqueeze(-2) + step.double().unsqueeze(-2) * codes.double()
-    assert ((keys.double() - back).abs() <= error.double().unsqueeze(-2)).all()
-    assert (error.double() <= 0.501 * step.double() + 2.0**-24).all()  # and it is not loose
-    span = keys.double().amax(-2) - minimum.double()
-    assert (step.double() <= span / 255 * (1 + 2.0**-10) + 2.0**-24).all()
+    got = quantise(keys)
+    assert got.codes.dtype == got.weight.dtype == torch.uint8
+    assert got.centre.dtype == torch.float16
+    step, error = got.step.double(), got.error.double()
+    unit, m = got.weight.double() * step[:, None], got.centre.double()
+    away = (keys.double() - (m[:, None] + unit[:, None] * (got.codes.double() - 128.0))).abs()
+    reach = (m.abs() + 128.0 * unit).amax(-1)
+    room = reach * 2.0**-50  # of the arithmetic here; exact rationals: tests/test_proofs_pruning.py
+    assert (away <= (got.weight.double() * error[:, None] + room[:, None])[:, None]).all()
+    assert (error <= 0.502 * step + 2.0**-45 * reach + 2.0**-140).all()  # and it is not loose
+    coarse = (m[:, None] + unit[:, None] * ((got.codes.double() // 16) * 16 + 7.5 - 128.0)).sub(keys.double()).abs()
+    allowed = got.weight.double() * (error + 7.5 * step)[:, None] + room[:, None]
+    assert (coarse <= allowed[:, None]).all()
+    radius = torch.maximum(keys.double().amax(-2) - m, m - keys.double().amin(-2)).amax(-1)
+    assert (step <= radius / (255 * 127.5) * (1 + 2.0**-22) + 2.0**-148).all()
+
+
+@given(st.sampled_from(KINDS), st.sampled_from([1, 5, 16, 20, 33]), st.sampled_from([1, 8, 40, 67]), st.integers(0, 99))
+def test_what_is_packed_comes_back_and_the_first_look_sees_the_high_half(
+    kind: str, page: int, dim: int, seed: int
+) -> None:
+    got = quantise(keys_of(kind, (2, 3, page, dim), seed))
+    record, low = pack(got)
+    for x, y in zip(unpack(record, low, page, dim), got, strict=True):
+        assert torch.equal(x, y)
+    assert torch.equal(unpack(record, None, page, dim).codes, got.codes >> 4 << 4)
 
 
 def test_channels_that_float16_holds_exactly_have_no_error() -> None:
-    _, step, minimum, error = quantise(torch.full((16, 2), 1.25, dtype=torch.bfloat16))
-    assert step.tolist() == error.tolist() == [0.0, 0.0]
-    assert minimum.tolist() == [1.25, 1.25]
+    got = quantise(torch.full((16, 2), 1.25, dtype=torch.bfloat16))
+    assert float(got.step) == float(got.error) == 0.0
+    assert got.centre.tolist() == [1.25, 1.25]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -69,10 +86,16 @@ def test_key_norm_and_value_radius_are_upper_bounds(dtype: torch.dtype) -> None:
     for page in (1, 4):
         norms = cache.k[:, page].double().norm(dim=-1)
         away = (cache.v[:, page].double() - shadow.value_centre[:, page].double().unsqueeze(-2)).norm(dim=-1)
-        for stored, exact in ((shadow.key_norm, norms), (shadow.value_radius, away)):
-            top = exact.amax(dim=-1)
-            assert (stored[:, page].double() >= top).all()
-            assert (stored[:, page].double() <= top * (1 + 1e-6)).all()
+        keys = unpack(shadow.record[:, page], shadow.low[:, page], 4, 8)
+        reach = (keys.centre.double().abs() + 128 * keys.weight.double() * keys.step.double().unsqueeze(-1)).norm(
+            dim=-1
+        )
+        for stored, top in (
+            (keys.norm, torch.maximum(norms.amax(dim=-1), reach)),
+            (shadow.value_radius[:, page], away.amax(dim=-1)),
+        ):
+            assert (stored.double() >= top).all()
+            assert (stored.double() <= top * (1 + 1e-6)).all()
 
 
 @pytest.mark.parametrize(("where", "value"), [("k", float("nan")), ("v", float("inf")), ("k", 7e4)])
@@ -120,14 +143,15 @@ def test_a_reused_page_loses_its_seal_when_it_is_written_again() -> None:
 
 
 def test_bytes_per_token() -> None:
-    """Page 16, 16-bit K and V: codes 1/4, step + minimum + error 3/32 of the dense bytes, plus one norm per page."""
+    """Page 16, 16-bit K and V: each plane 1/8 of the dense bytes, weights and centres 3/64 of them, plus 16 bytes."""
     cache = PagedKVCache(1, 3, 64, 2, 16, torch.bfloat16)
     dense_page = cache.token_bytes * 16
     assert cache.token_bytes == 2 * 3 * 64 * 2
-    assert cache.score_page_bytes == dense_page // 4 + dense_page * 3 // 32 + 3 * 4
+    assert cache.score_page_bytes == dense_page // 8 + dense_page * 3 // 64 + 3 * 16
+    assert cache.low_page_bytes == dense_page // 8 // 3
     shadow = cache.shadow
     stored = sum(t[:, 0].numel() * t.element_size() for t in vars(shadow).values())
-    assert stored == cache.score_page_bytes + cache.value_page_bytes
+    assert stored == cache.score_page_bytes + 3 * cache.low_page_bytes + cache.value_page_bytes
     assert cache.shadow_overhead == stored / dense_page
 
 

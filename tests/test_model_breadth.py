@@ -195,7 +195,7 @@ def test_attention_that_asks_for_more_than_the_past_is_refused(asked: dict[str, 
 def test_a_layer_that_bypasses_the_paged_attention_is_an_error() -> None:
     """Found at loading; and, where someone changes the model under an engine, at the first pass."""
     network = tiny_llama()
-    engine = engine_of(network)
+    engine = engine_of(network, kernels="torch")
     network.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     with pytest.raises(BadInputError, match="1 of its 2 layers"):
         models.wrap(network, None)

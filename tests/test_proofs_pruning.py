@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,8 @@ from entropic_ctl.pruning import select as select_module
 from entropic_ctl.pruning.laws import budget
 from entropic_ctl.pruning.scores import entropic_share, mass
 from entropic_ctl.pruning.select import select
-from proofs.check import Claim, Hints, Subject, pruning
+from proofs.check import Claim, Hints, Subject, integer_scores, pruning
+from proofs.check.integer_scores import exp_error, integer_gaps, per_channel
 from proofs.check.pruning import gamma, log_slack, lse_error, lse_slack, merge_error, rounding_gaps, select_slack
 from proofs.enclosures import Interval, exp, log
 
@@ -229,13 +232,78 @@ def test_beyond_what_is_shown_is_unknown(monkeypatch: pytest.MonkeyPatch) -> Non
     assert rounding_gaps(16, 10**5, 10**4)["the log-sum-exp of all that is read"] < 0  # some length on
 
 
+def test_constants_of_the_integer_scores_are_those_of_the_sources() -> None:
+    folder = Path(__file__).resolve().parents[1] / "backends/native/src"
+    source = {name: (folder / f"{name}.cpp").read_text(encoding="utf-8") for name in ("score", "attend", "decode")}
+    for name, pattern, times in (
+        ("score", r"kChord = 0\.0598f", 1),
+        ("score", r"kChordRounding = 132\.0f", 1),
+        ("score", r"kFlushed = 2e-38f", 1),
+        ("score", r"1\.02f \* ", 2),
+        ("score", r"\(dim \+ 32\.0f\) \* kUnit \* 1\.01f", 1),
+        ("score", r"8\.0f \* kUnit \* std::fabs\(reference\[g\]\) \+ \(terms \+ 24\.0f \+ below\) \* kUnit", 1),
+        ("score", r"unit \* \(1\.0f \+ 32\.0f \* kUnit\)", 1),
+        ("attend", r"\* \(1\.0 \+ 1e-5\) \+ 4e-18", 1),
+        ("attend", r"most >= 1e-30f", 1),
+        ("attend", r"most / 32767\.0f", 1),
+        ("decode", r"1e-36 \* \(query_norm \+ key_norm\)", 1),
+        ("decode", r"\(static_cast<double>\(count\) \+ 64\.0\) \* 8\.0 \* kUnit", 1),
+        ("decode", r"\(1\.0 \+ 2e-9\) <= std::expm1", 1),
+        ("decode", r"/ kept_least\[g\] \* \(1\.0 \+ 1e-9\)", 1),
+    ):
+        assert len(re.findall(pattern, source[name])) == times, pattern
+    assert 8 * (integer_scores.MOST_PAGES + 64) * EPS32 >= 1  # no budget is left from there on
+
+
+def test_weighted_queries_in_integers_are_off_by_at_most_one_unit() -> None:
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(300, 256)).astype(np.float32)
+    w = rng.integers(1, 256, (300, 256))
+    alpha = np.abs(q).max(axis=1, keepdims=True) / np.float32(32767)
+    whole = np.rint(q / alpha).astype(np.int64)
+    weighted = (whole * (w * 128) + 16384) >> 15
+    off = np.abs(q.astype(float) * w / (256.0 * alpha.astype(float)) - weighted)
+    assert 0.9 < off.max() <= float(per_channel())
+    assert np.abs(weighted).max() <= (32767 * 255 * 128 + 16384) // 32768
+    assert (
+        integer_gaps(16, 64, 257)["dot products fit in 31 bits"]
+        > 0
+        > integer_gaps(16, 64, 259)["dot products fit in 31 bits"]
+    )
+
+
+def test_two_to_the_x_from_above_falls_short_by_its_rounding_only() -> None:
+    """The rounding is larger than the slack of a sum over 16 tokens, 40 units: it has a term of its own."""
+    x = np.random.default_rng(1).uniform(-60.0, 6.0, 300_000).astype(np.float32)
+    steps = np.arange(300, dtype=np.float32) * np.float32(2.0**-23)
+    x = np.concatenate([x, 1 + steps, steps - 1, np.arange(-60, 6, dtype=np.float32)])
+    bits = (x.astype(np.float64) * 2.0**23 + 1065353216.0).astype(np.float32).astype(np.int32)  # one rounding
+    ratio = bits.view(np.float32).astype(float) / np.exp2(x.astype(float))
+    assert 1 - 132 * float(EPS32) < ratio.min() < 1 - 80 * float(EPS32)
+    assert 0.0595 < np.log(ratio.max()) < 0.0598
+
+
+def test_the_polynomial_of_exp_is_within_two_ulp() -> None:
+    """In float32 and without fused steps, which only add roundings."""
+    assert exp_error() < 4 * EPS32
+    f = np.float32
+    x = np.random.default_rng(2).uniform(-87.0, 88.0, 200_000).astype(f)
+    n = np.rint(x * f(1.44269504088896341))
+    r = ((x.astype(float) - n * 0.693359375).astype(f).astype(float) + n * float(f(2.12194440e-4))).astype(f)
+    p = np.full_like(r, f(1 / 5040))
+    for k in (720, 120, 24, 6, 2, 1, 1):
+        p = (p.astype(float) * r + float(f(1 / k))).astype(f)
+    off = np.abs(p.astype(float) * np.exp2(n.astype(float)) / np.exp(x.astype(float)) - 1)
+    assert float(EPS32) < off.max() <= float(exp_error())
+
+
 torch = pytest.importorskip("torch")
 
 from backends.attention import PagedBatch  # noqa: E402
 from backends.attention import pruned as shipped  # noqa: E402
 from backends.attention.audit import single_row_plan  # noqa: E402
 from backends.attention.reference import Scoring, State, attend, merge  # noqa: E402
-from backends.kv_cache import PagedKVCache, quantise  # noqa: E402
+from backends.kv_cache import PagedKVCache, quantise, unpack  # noqa: E402
 from entropic_ctl.pruning.base import PruningConfig  # noqa: E402
 
 
@@ -249,6 +317,7 @@ def test_constants_are_the_shipped_ones() -> None:
             assert got == pytest.approx(float(lse_slack(n) + 4 * EPS32 * Fraction(abs(value))), rel=1e-14)
     exact = shipped._exact_slack(np.array([[3.0]]), np.array([[5.0]]), np.array([[0.0]]), np.array([100]), 64)[0, 0]
     g = float(gamma(70))
+    assert shipped._gamma(256 + 32) == pytest.approx(float(gamma(288)), rel=1e-15)
     assert exact == pytest.approx(15 * g * (1 + 8 * g) + float(lse_slack(108)), rel=1e-14)
 
 
@@ -305,21 +374,25 @@ def test_stored_error_and_page_interval_hold_in_exact_rationals(
     cache.v.zero_()
     assume(bool((cache.k.abs() <= 65504).all()))
     k = exact(cache.k[0, 0, 0])
-    codes, step, minimum, error = (exact(x.double()) for x in quantise(cache.k[0, 0, 0]))
-    for row, code in zip(k, codes, strict=True):
+    shadow = quantise(cache.k[0, 0, 0])
+    weight, centre, a, e = exact(shadow.weight), exact(shadow.centre), Fraction(shadow.step.item()), shadow.error.item()
+    for row, code in zip(k, exact(shadow.codes), strict=True):
         for d in range(dim):
-            assert abs(row[d] - (minimum[d] + step[d] * code[d])) <= error[d]
+            away, high = row[d] - centre[d], code[d] // 16 * 16 + Fraction(15, 2)
+            assert abs(away - weight[d] * a * (code[d] - 128)) <= weight[d] * Fraction(e)
+            assert abs(away - weight[d] * a * (high - 128)) <= weight[d] * (Fraction(e) + Fraction(15, 2) * a)
     cache.seal_pages(np.arange(1))
     query = (torch.randn(1, 1, 1, dim, generator=g) * size).to(dtype).float()
     scale = 1 / math.sqrt(dim)
-    lower, upper = shipped.page_bounds(cache, 0, torch.arange(1), query, Scoring(scale))
+    looks = [shipped.page_bounds(cache, 0, torch.arange(1), query, Scoring(scale), coarse=c) for c in (True, False)]
     q = exact(query[0, 0, 0])
     scores = [Fraction(scale) * sum((a * b for a, b in zip(q, row, strict=True)), Fraction(0)) for row in k]
     top = max(scores)
     parts = [exp(s - top, 64) for s in scores]
     total = Interval(sum((p.lo for p in parts), Fraction(0)), sum((p.hi for p in parts), Fraction(0)))
-    assert Fraction(float(lower[0, 0])) <= top + log(total.lo, 64).lo
-    assert top + log(total.hi, 64).hi <= Fraction(float(upper[0, 0]))
+    for lower, upper in looks:
+        assert Fraction(float(lower[0, 0])) <= top + log(total.lo, 64).lo
+        assert top + log(total.hi, 64).hi <= Fraction(float(upper[0, 0]))
 
 
 def test_without_float_slack_constant_float32_pages_break_the_interval() -> None:
@@ -335,8 +408,9 @@ def test_without_float_slack_constant_float32_pages_break_the_interval() -> None
     true = torch.logsumexp(s, -1).numpy()
     assert (lower[:, 0] <= true).all()
     assert (true <= upper[:, 0]).all()
-    stored = (query[:, 0, 0].double().abs() * cache.shadow.error[0, :, 0].double()).sum(-1).numpy() * 0.125
-    outside = np.abs((lower + upper)[:, 0] / 2 - true) > stored
+    keys = unpack(cache.shadow.record[0], cache.shadow.low[0], page, dim)
+    stored = (query[:, 0, 0].double().abs() * keys.weight[:, 0].double()).sum(-1) * keys.error[:, 0].double() * 0.125
+    outside = np.abs((lower + upper)[:, 0] / 2 - true) > stored.numpy()
     assert outside.mean() > 0.2
 
 

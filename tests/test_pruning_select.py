@@ -184,6 +184,52 @@ def test_hopeless_intervals_fall_back_to_dense() -> None:
     assert (got.mass == 0).all()
 
 
+@given(problems(odd=False), thetas, st.sampled_from(["union", "group_mean"]), st.integers(0, 2**32 - 1))
+def test_what_was_dropped_before_is_charged_to_the_same_budget(
+    p: Problem, theta: float, selection: str, seed: int
+) -> None:
+    """Some pages of each problem are gone, charged at their upper ends: the bounds hold for both kinds together."""
+    rng = np.random.default_rng(seed)
+    pages = p.lower.shape[1]
+    gone = rng.random(pages) < 0.4
+    gone[rng.integers(pages)] = False
+    p.protected[rng.integers(pages)] |= rng.random() < 0.5
+    heads, group = p.lower.shape[0], p.lower.shape[0] // p.kv_heads
+    spent = np.logaddexp.reduce(p.upper[:, gone], axis=1, initial=-INF) + 1e-12 * np.abs(p.upper).max()
+    for budget, fixed in ((theta, p.protected), (0.0, p.protected), (theta, np.ones(pages, np.bool_))):
+        got = select(
+            p.lower[:, ~gone], p.upper[:, ~gone], fixed[~gone], budget, p.kv_heads, selection=selection, log_spent=spent
+        )
+        left = np.zeros((p.kv_heads, pages), np.bool_)
+        left[:, ~gone] = got.kept
+        dropped = np.repeat(~left, group, axis=0)
+        for x in (np.where(dropped, p.upper, p.lower), p.upper, p.lower):
+            assert (true_mass(x, left, group) <= got.mass * (1 + 1e-9)).all()
+        total = np.logaddexp.reduce(np.where(dropped, p.upper, -INF), axis=1)
+        assert (got.log_pruned >= total - 1e-12 * np.abs(np.where(dropped, p.upper, 0.0)).max()).all()
+        assert (got.log_pruned > -INF).all() == (gone.any() or not got.kept.all())
+        if not got.kept.all() and selection == "union":
+            own = [h for h in range(heads) if group == 1 and not got.kept[h].all()]
+            assert (kl_nats(got.mass[own]) <= budget).all()
+        if budget == 0.0 or fixed.all():
+            assert got.kept.all()
+    none = p.select(theta, selection)
+    same = select(p.lower, p.upper, p.protected, theta, p.kv_heads, selection=selection, log_spent=np.full(heads, -INF))
+    np.testing.assert_array_equal(none.kept, same.kept)
+    np.testing.assert_array_equal(none.mass, same.mass)
+
+
+def test_a_budget_spent_before_leaves_nothing() -> None:
+    x = np.log(np.array([[1.0, 1.0, 98.0]]))
+    fixed = [False, False, True]
+    for spent, kept in ((1e-9, 1), (1.0, 2), (2.0, 3)):
+        got = select(x, x, fixed, -np.log1p(-0.0205), 1, log_spent=np.log([spent]))
+        assert got.kept.sum() == kept
+        left = x[got.kept].size
+        lost = spent + 3 - left
+        assert got.mass[0] == pytest.approx(lost / (lost + np.exp(x)[got.kept].sum()), rel=1e-9)
+
+
 def test_a4_heads_that_do_not_divide_are_refused() -> None:
     assert [heads_per_group(*pair) for pair in ((48, 2), (40, 2), (28, 4), (24, 8))] == [24, 20, 7, 3]
     with pytest.raises(BadInputError, match="33"):
@@ -200,6 +246,8 @@ def test_a4_heads_that_do_not_divide_are_refused() -> None:
         ({"theta_nats": np.nan}, "theta_nats"),
         ({"selection": "best"}, "group_mean"),
         ({"n_kv_heads": 2}, "divisor"),
+        ({"log_spent": [np.nan]}, "log_spent"),
+        ({"log_spent": [0.0, 0.0]}, "log_spent"),
     ],
 )
 def test_bad_input_is_refused(change: dict, needle: str) -> None:

@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 TESTS = Path(__file__).parent
+ROWS = [(0, 160, 0.05), (1, 155, 0.0), (2, 145, 0.2)]  # place, tokens, theta
 FILES = sorted(path.name for path in TESTS.glob("kernels_*.py"))
 
 
@@ -85,6 +86,22 @@ def test_every_kernel_compiles_for_both_architectures_without_spills(reports: li
     assert {r.architecture for r in reports} == set(ARCHITECTURES)
 
 
+def test_the_committed_table_is_of_these_kernels(reports: list[object]) -> None:
+    import triton
+
+    from backends.triton.aot import table
+
+    head, *lines = (TESTS.parent / "backends/triton/kernels.txt").read_text(encoding="utf-8").splitlines()
+    fresh = table(reports).splitlines()
+
+    def names(rows: list[str]) -> list[list[str]]:
+        return [re.split(r"\s{2,}", row)[:3] for row in rows]
+
+    assert names(lines) == names(fresh), "run: make kernels-report"
+    if f"triton {triton.__version__};" in head:
+        assert lines == fresh, "run: make kernels-report"
+
+
 def test_no_kernel_of_the_package_is_forgotten(reports: list[object]) -> None:
     from backends.triton.aot import ARCHITECTURES, kernels_of_package
 
@@ -109,6 +126,45 @@ def test_nothing_between_scoring_and_attention_is_looked_at_by_the_host() -> Non
         "_attend",
         "_merge",
     ]
+
+
+def test_a_layer_of_the_engine_looks_at_nothing_on_the_host() -> None:
+    """The whole attention of a mixed decode step on tensors without values: only the statistics may want one."""
+    import numpy as np
+
+    from backends.attention import PagedBatch
+    from backends.attention.audit import single_row_plan
+    from backends.attention.forward import paged_attention
+    from backends.kv_cache import PagedKVCache
+    from backends.triton.launch import recording
+    from entropic_ctl.pruning.base import PruningConfig
+
+    cache = PagedKVCache(2, 2, 64, 64, 16, torch.bfloat16, "meta", kernels="torch")
+    cache.kernels = "triton"
+    cache.sealed[:] = True
+    rows = [single_row_plan(length - 1, 1, range(10 * r, 10 * r + 10), theta_nats=theta) for r, length, theta in ROWS]
+    table = np.concatenate([plan.block_table for plan in rows])
+    joined = {
+        name: np.concatenate([getattr(plan, name) for plan in rows])
+        for name in ("context", "n_tokens", "samples", "greedy", "theta_nats", "n_draft")
+    }
+    index = np.arange(len(rows))
+    plan = rows[0]._replace(ids=index, slots=index, block_table=table, **joined)
+    batch = PagedBatch.from_plan(plan, cache, PruningConfig(dense_layers=1))
+    query, key = (torch.empty(1, heads, 3, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    seen = []
+    for layer in range(2):
+        module = torch.nn.Identity()
+        module.layer_idx = layer
+        with recording() as launches:
+            paged_attention(module, query, key, key, None, paged=batch)
+        seen.append([launch.kernel.fn.__name__ for launch in launches])
+    dense = ["_attend", "_merge"]
+    scored = ["_score_keys", "_score", "_choose", "_compact", "_score", "_choose", "_compact"]
+    assert seen == [["_write", *dense], ["_write", *scored, *dense, *dense]]  # pruned rows, then the exact one
+    assert [tuple(x.shape) for x in batch.pending[0].tensors] == [(2, 4), (2, 2), (2, 2)]
+    with pytest.raises(NotImplementedError, match="meta"):
+        batch.statistics()
 
 
 def test_the_report_sees_spills() -> None:
@@ -151,8 +207,11 @@ def test_gpu_check_without_a_gpu_prints_the_floor_and_why(tmp_path: Path, capsys
     assert gpu_check.main(["--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "no CUDA device" in said
+    assert "assumed kept 15%" in said
     row = next(row for row in gpu_check.floor_table() if (row["batch"], row["context"]) == (64, 32768))
     assert row["floor_us H200"] == pytest.approx(64 * 32768 * 4096 / 4.8e6)
+    pages = 64 * 32768 // 16 * 8  # (page, KV head) pairs; 16 header, 384 weights and centres, 1,024 per plane
+    assert row["pruned_mb"] == pytest.approx((pages * (1424 + 0.4 * 1024) + 0.15 * 64 * 32768 * 4096) / 1e6)
 
 
 def test_gpu_check_reports_a_failing_part_and_goes_on() -> None:
@@ -165,12 +224,20 @@ def test_gpu_check_reports_a_failing_part_and_goes_on() -> None:
     assert "ZeroDivisionError" in parts.results["bad"]["error"]
 
 
-def test_gpu_demo_runs_both_loops(tmp_path: Path) -> None:
-    from backends import gpu_demo
-
-    few = ["--tiny", "--requests", "2", "--prompt-tokens", "200", "--new-tokens", "3", "--out", str(tmp_path)]
-    assert gpu_demo.main(few) == 0
+def test_gpu_demo_runs_both_loops_on_the_kernels(tmp_path: Path) -> None:
+    few = ["--tiny", "--requests", "1", "--prompt-tokens", "200", "--new-tokens", "2", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "backends.gpu_demo", *few],
+        cwd=TESTS.parent,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     loops = json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))["loops"]
     assert set(loops) == {"baseline", "tuned"}
+    assert all(row["kernels"] == "triton" and row["tokens_per_s"] > 0 for row in loops.values())
     assert loops["baseline"]["kept_fraction"] == 1.0
-    assert all(row["tokens_per_s"] > 0 for row in loops.values())
+    assert loops["tuned"]["kv_gigabytes"] != loops["baseline"]["kv_gigabytes"]  # pages were scored
+    assert loops["tuned"]["certificate_max_nats"] <= 0.05

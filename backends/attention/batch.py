@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from entropic_ctl.pruning.base import PruningConfig
 from entropic_ctl.pruning.certificate import kl_nats
 from entropic_ctl.signals import FloatArray, IntArray, StepPlan
 
-__all__ = ["AttentionStatistics", "LayerAudit", "PagedBatch"]
+__all__ = ["AttentionStatistics", "LayerAudit", "LayerMeasure", "PagedBatch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,16 @@ class LayerAudit:
     kept: npt.NDArray[np.bool_]
 
 
+class LayerMeasure(NamedTuple):
+    """What one pruned layer read and lost, left on the device, n pruned rows in order.
+
+    ``tensors``: mass (n, H), pages read and low planes read, both (n, n_kv_heads); ``output_error`` (n,) on the host.
+    """
+
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    output_error: FloatArray | None
+
+
 @dataclass
 class PagedBatch:
     """Metadata of one packed forward pass; make it with :meth:`from_plan`.
@@ -94,8 +104,10 @@ class PagedBatch:
         Also record the true pruned masses (slow; tests and audits); also bound the output error.
     audits : list of LayerAudit
         What ``audit`` recorded.
-    kv_bytes : float
-        KV-cache bytes read so far.
+    pending : list of LayerMeasure
+        What layers left on the device and :meth:`statistics` has not read.
+    on_device : dict
+        The decode rows as the Triton kernels take them, kept by ``backends.attention.decoding``.
     layer_calls : int
         Attention layers that ran on the batch so far.
     """
@@ -111,10 +123,12 @@ class PagedBatch:
     audit: bool = False
     want_output_error: bool = False
     audits: list[LayerAudit] = field(default_factory=list)
-    kv_bytes: float = 0.0
+    pending: list[LayerMeasure] = field(default_factory=list)
+    on_device: dict[str, Any] = field(default_factory=dict)
     layer_calls: int = 0
 
     def __post_init__(self) -> None:
+        self._bytes = 0.0
         n = len(self.rows)
         self._kept = np.zeros(n)
         self._mass_sum, self._mass_max, self._error_max = np.zeros(n), np.zeros(n), np.zeros(n)
@@ -140,7 +154,6 @@ class PagedBatch:
         lengths = plan.context + plan.n_tokens
         rows: list[Row] = []
         pages, offsets, positions = [], [], []
-        nothing = torch.empty(0, dtype=torch.int64, device=device)
         start = 0
         for r in range(plan.n_rows):
             n, length = int(plan.n_tokens[r]), int(lengths[r])
@@ -153,17 +166,14 @@ class PagedBatch:
             offsets.append(position % size)
             positions.append(position)
             theta = float(plan.theta_nats[r]) if n == 1 and plan.samples[r] else 0.0
-            candidates = fixed = nothing
+            free = np.empty(0, np.int64)
             if theta > 0.0:
-                free = cache.sealed[table].copy()
-                free[: pruning.sink_pages] = False
-                free[max(0, table.shape[0] - pruning.recent_pages) :] = False
-                theta = theta if free.any() else 0.0
-                candidates = torch.from_numpy(np.flatnonzero(free)).to(device)
-                fixed = torch.from_numpy(np.flatnonzero(~free)).to(device)
-            rows.append(
-                Row(start, start + n, length - n, length, torch.from_numpy(table).to(device), theta, candidates, fixed)
-            )
+                may = cache.sealed[table].copy()
+                may[: pruning.sink_pages] = False
+                may[max(0, table.shape[0] - pruning.recent_pages) :] = False
+                free = np.flatnonzero(may)
+                theta = theta if free.size else 0.0
+            rows.append(Row(start, start + n, length - n, length, table, theta, free, device))
             start += n
 
         def packed(parts: list[npt.NDArray[np.int64]]) -> torch.Tensor:
@@ -182,13 +192,21 @@ class PagedBatch:
 
     @cached_property
     def packed(self) -> AttendRows:
-        """The rows as the C++ kernels take them."""
-        rows = self.rows
-        width = max((row.table.shape[0] for row in rows), default=0)
+        """All rows, on the host."""
+        return self._on_host(self.rows)
+
+    @cached_property
+    def decoding(self) -> AttendRows | None:
+        """The rows that run one token, on the host; None if there are none."""
+        rows = [row for row in self.rows if row.stop - row.start == 1]
+        return self._on_host(rows) if rows else None
+
+    def _on_host(self, rows: list[Row]) -> AttendRows:
+        width = max((row.pages.shape[0] for row in rows), default=0)
         table, candidate = np.zeros((len(rows), width), np.int64), np.zeros((len(rows), width), np.uint8)
         for i, row in enumerate(rows):
-            table[i, : row.table.shape[0]] = row.table
-            candidate[i, row.candidates] = 1
+            table[i, : row.pages.shape[0]] = row.pages
+            candidate[i, row.free] = 1
         return AttendRows(
             token=np.array([row.start for row in rows], np.int64),
             length=np.array([row.length for row in rows], np.int64),
@@ -198,11 +216,10 @@ class PagedBatch:
             theta_nats=np.array([row.theta_nats for row in rows]),
         )
 
-    def dense_tokens(self, window: int | None, *, prunes: bool) -> int:
+    def dense_tokens(self, rows: AttendRows, window: int | None, *, prunes: bool) -> int:
         """Return the tokens that the rows without a budget read in one layer; all rows unless it ``prunes``."""
         key = window, prunes
         if key not in self._dense:
-            rows = self.packed
             most = rows.length if window is None else np.where(rows.span > 1, rows.length, window + self.sink_tokens)
             exact = rows.theta_nats <= 0 if prunes else np.ones(rows.length.shape[0], np.bool_)
             self._dense[key] = int(np.minimum(rows.length, most)[exact].sum())
@@ -266,15 +283,46 @@ class PagedBatch:
         lengths : IntArray, shape (R,), optional
             Tokens of each row that stay in the cache, where drafts were rejected: pages past them are not full.
         """
-        full = self.offset == self.cache.page_tokens - 1
-        if lengths is not None:
-            kept = np.repeat(lengths, [row.stop - row.start for row in self.rows])
-            full &= self.positions < torch.from_numpy(kept).to(self.positions.device)
-        return np.asarray(self.page[full].cpu().numpy(), np.int64)
+        size = self.cache.page_tokens
+        ends = [row.length for row in self.rows] if lengths is None else lengths.tolist()
+        full = [
+            row.pages[row.context // size : min(row.length, end) // size]
+            for row, end in zip(self.rows, ends, strict=True)
+        ]
+        return np.concatenate(full) if full else np.empty(0, np.int64)
+
+    @property
+    def kv_bytes(self) -> float:
+        """KV-cache bytes read so far."""
+        self._settle()
+        return self._bytes
 
     def record_dense(self, tokens: int) -> None:
         """Account for reading K and V of ``tokens`` tokens in one layer."""
-        self.kv_bytes += tokens * self.cache.token_bytes
+        self._bytes += tokens * self.cache.token_bytes
+
+    def record_pages(
+        self, mass: FloatArray, pages: FloatArray, low_planes: IntArray, output_error: FloatArray | None
+    ) -> None:
+        """Account for one pruned layer by pages: as :meth:`record_pruned`, ``pages`` (n,) read, mean over KV heads."""
+        mine = [row for row in self.rows if row.theta_nats > 0.0]
+        total = np.array([row.pages.shape[0] for row in mine])
+        read = np.array([row.length for row in mine]) - self.cache.page_tokens * (total - pages)
+        self.record_pruned(pages / total, mass, read, low_planes, output_error)
+
+    def _settle(self) -> None:
+        """Bring what the layers left on the device to the host, in one copy, and account for it."""
+        if not self.pending:
+            return
+        layers, self.pending = self.pending, []
+        parts = [torch.stack(part).double() for part in zip(*(layer.tensors for layer in layers), strict=True)]
+        host = torch.cat([part.flatten(1) for part in parts], dim=1).cpu().numpy()
+        widths = np.cumsum([part[0].numel() for part in parts])[:-1]
+        mass, read, fine = (
+            flat.reshape(part.shape) for flat, part in zip(np.split(host, widths, axis=1), parts, strict=True)
+        )
+        for i, layer in enumerate(layers):
+            self.record_pages(mass[i], read[i].mean(axis=1), fine[i].sum(axis=1).astype(np.int64), layer.output_error)
 
     def record_pruned(
         self,
@@ -289,10 +337,11 @@ class PagedBatch:
         ``kept`` (n,) share of (KV head, page) pairs read, ``mass`` (n, H), ``read_tokens`` (n,) tokens whose K and V
         were read, mean over KV heads, ``low_planes`` (n,) low planes read, all KV heads, ``output_error`` (n,).
         """
-        index, candidates = self.pruned.rows, int(self.pruned.candidates.shape[0])
+        index = [r for r, row in enumerate(self.rows) if row.theta_nats > 0.0]
+        candidates = sum(row.free.shape[0] for row in self.rows)
         per_page = self.cache.score_page_bytes + (self.cache.value_page_bytes if output_error is not None else 0)
-        self.kv_bytes += float(read_tokens.sum()) * self.cache.token_bytes + candidates * per_page
-        self.kv_bytes += int(low_planes.sum()) * self.cache.low_page_bytes
+        self._bytes += float(read_tokens.sum()) * self.cache.token_bytes + candidates * per_page
+        self._bytes += int(low_planes.sum()) * self.cache.low_page_bytes
         self._kept[index] += kept
         self._layers[index] += 1
         self._mass_sum[index] += mass.mean(axis=1)
@@ -301,7 +350,11 @@ class PagedBatch:
             self._error_max[index] = np.maximum(self._error_max[index], output_error)
 
     def statistics(self) -> AttentionStatistics:
-        """Return what has been recorded since construction; call it after the forward pass."""
+        """Return what has been recorded since construction; call it after the forward pass.
+
+        Layers on a GPU leave what they measured there: this is the one place where the host waits for it.
+        """
+        self._settle()
         pruned = self._layers > 0
         kept = np.where(pruned, self._kept / np.maximum(self._layers, 1), 1.0)
         mean = self._mass_sum / np.maximum(self._layers, 1)
@@ -310,7 +363,7 @@ class PagedBatch:
             pruned_mass_mean=mean,
             pruned_mass_max=self._mass_max.copy(),
             certificate_max=kl_nats(self._mass_max),
-            kv_bytes=self.kv_bytes,
+            kv_bytes=self._bytes,
             output_error_max=self._error_max.copy(),
             pruned_layers=self._layers.copy(),
         )

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from backends.attention.batch import RUNNING, PagedBatch
-from backends.attention.pruned import audit_rows, output_errors, pruned_decode
+from backends.attention.decoding import decode_rows, decodes_together
+from backends.attention.pruned import pruned_decode
 from backends.attention.reference import Scoring, State, attend, visible, window_pages, with_sink
 from backends.attention.rows import Row
-from backends.native import attend as native_attend
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.select import heads_per_group
 
 __all__ = ["NAME", "gather", "paged_attention", "register"]
 
 NAME = "entropic_paged"
-NATIVE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def register() -> str:
@@ -109,68 +107,20 @@ def paged_attention(
     paged.layer_calls += 1
     out = torch.empty(query.shape[2], query.shape[1], query.shape[3], dtype=query.dtype, device=query.device)
     prunes = layer >= paged.pruning.dense_layers and sliding_window is None
-    native = cache.native and paged.pruning.selection == "union" and query.dtype in NATIVE_DTYPES
-    if native:
-        _native(paged, layer, query[0], out, scoring, prunes=prunes, window=sliding_window, s_aux=s_aux)
-        return out[..., :value_dim].unsqueeze(0), None
+    together = decodes_together(paged, query.dtype)
+    if together:
+        decode_rows(paged, layer, query[0], out, scoring, prunes=prunes, window=sliding_window, s_aux=s_aux)
     for row in paged.rows:
+        if together and (cache.kernels == "native" or row.stop - row.start == 1):
+            continue
         if not (prunes and row.theta_nats > 0.0):
             q = query[0, :, row.start : row.stop]
             o = _dense(paged, layer, row, q, scoring, window=sliding_window, s_aux=s_aux)
             out[row.start : row.stop] = o.transpose(0, 1)
-    if prunes and any(row.theta_nats > 0.0 for row in paged.rows):
+    if not together and prunes and any(row.theta_nats > 0.0 for row in paged.rows):
         at = paged.pruned.tokens
         out[at] = pruned_decode(paged, layer, query[0].transpose(0, 1)[at], scoring, s_aux=s_aux)
     return out[..., :value_dim].unsqueeze(0), None
-
-
-def _native(
-    paged: PagedBatch,
-    layer: int,
-    query: torch.Tensor,
-    out: torch.Tensor,
-    scoring: Scoring,
-    *,
-    prunes: bool,
-    window: int | None,
-    s_aux: torch.Tensor | None,
-) -> None:
-    """Attend in C++ for all rows, query (H, T, D) -> ``out`` (T, H, D)."""
-    cache, rows = paged.cache, paged.packed
-    details = paged.audit or paged.want_output_error
-    result = native_attend(
-        cache,
-        layer,
-        query,
-        out,
-        rows,
-        scoring,
-        prunes=prunes,
-        window=window,
-        sink_tokens=paged.sink_tokens,
-        sinks=s_aux,
-        want_kept=details,
-    )
-    paged.record_dense(paged.dense_tokens(window, prunes=prunes))
-    if result is None:
-        return
-    pruned = rows.theta_nats > 0
-    layout, mass = paged.pruned, result.mass[pruned]
-    share = result.read[pruned].mean(axis=1) / layout.n_pages
-    left_out = layout.n_pages - result.read[pruned].mean(axis=1)
-    read, fine = layout.length - cache.page_tokens * left_out, result.fine[pruned].sum(axis=1)
-    error = None
-    if details:
-        assert result.kept is not None
-        columns = np.zeros((mass.shape[0], cache.n_kv_heads, layout.padded.shape[1]), np.bool_)
-        at = (layout.candidate_row, slice(None), layout.candidate_at)
-        pages = np.concatenate([np.asarray(paged.rows[r].candidates) for r in layout.rows])
-        columns[at] = result.kept[pruned][layout.candidate_row, :, pages] != 0
-        if paged.want_output_error:
-            error = output_errors(paged, layer, out[layout.tokens], kept=columns, mass=mass)
-        if paged.audit:
-            audit_rows(paged, layer, query[:, layout.tokens].transpose(0, 1), scoring, kept=columns, mass=mass)
-    paged.record_pruned(share, mass, read, fine, error)
 
 
 def _refuse(attention_mask: torch.Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:

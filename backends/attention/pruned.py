@@ -19,7 +19,7 @@ in any order of summation, fused or not. Hence, with the scale's own rounding an
 
 Integer products instead of float32 ones (C++) replace q_d w_d by whole multiples of 256 alpha, alpha = max |q| / 32767,
 off by at most 1.02 of them: 256 alpha a 1.02 * 128 D more, and 1.02 D more in sum |q_d| w_d.
-A log-sum-exp of n scores adds at most (n + 5 ln n + 16) u plus 4 u |lse|: n u for the sum of positive terms; 4 u for exp
+A log-sum-exp of n scores adds at most (n + 5 ln n + 16) u + 4 u |lse|: n u for the sum of positive terms; 4 u for exp
 to 2 ulp; for subtracting the maximum u times the softmax mean of |d| = max - score, which is the entropy less
 ln sum e^-d and so at most ln n; 4 u ln n for the logarithm to 2 ulp. Merging two partial states is inside the +8 of
 :func:`_exact_slack`. The constants are checked in exact rationals (theorem 9 of the proof book). A score cap is
@@ -43,7 +43,7 @@ from entropic_ctl.signals import FloatArray, IntArray
 
 __all__ = ["COARSE_SHARE", "audit_rows", "output_errors", "page_bounds", "pruned_decode", "true_page_mass"]
 
-COARSE_SHARE = 0.15
+COARSE_SHARE = 0.25
 """Share of the budget (of e^theta - 1) that pages may be charged on the bounds of their high half."""
 
 _U = 2.0**-24  # unit roundoff of float32

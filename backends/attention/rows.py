@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -12,23 +13,41 @@ from entropic_ctl.signals import FloatArray, IntArray
 __all__ = ["PrunedRows", "Row"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Row:
     """One request of the packed batch.
 
-    ``start : stop`` are its tokens in the packed axis, ``table`` (int64 tensor) its pages in order, ``length`` the
-    tokens it will have cached after this step. ``theta_nats`` > 0 only if this row may be pruned, and then
-    ``candidates`` are the indices in ``table`` of full, sealed, unprotected pages and ``fixed`` the other indices.
+    ``start : stop`` are its tokens in the packed axis, ``pages`` (int64 array) its pages in order, ``length`` the
+    tokens it will have cached after this step. ``theta_nats`` > 0 only if this row may be pruned, and then ``free``
+    (int64 array) are the indices in ``pages`` of full, sealed, unprotected ones. The same on ``device`` is made on
+    first use: the kernels of a GPU take all rows at once and ask for none of it.
     """
 
     start: int
     stop: int
     context: int
     length: int
-    table: torch.Tensor
+    pages: IntArray
     theta_nats: float
-    candidates: torch.Tensor
-    fixed: torch.Tensor
+    free: IntArray
+    device: torch.device
+
+    @cached_property
+    def table(self) -> torch.Tensor:
+        """``pages`` as an int64 tensor."""
+        return torch.from_numpy(self.pages).to(self.device)
+
+    @cached_property
+    def candidates(self) -> torch.Tensor:
+        """``free`` as an int64 tensor."""
+        return torch.from_numpy(self.free).to(self.device)
+
+    @cached_property
+    def fixed(self) -> torch.Tensor:
+        """The indices that are not in ``free``, of a row that may be pruned; int64 tensor."""
+        if self.theta_nats == 0.0:
+            return torch.empty(0, dtype=torch.int64, device=self.device)
+        return torch.from_numpy(np.setdiff1d(np.arange(self.pages.shape[0]), self.free)).to(self.device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,7 +230,7 @@ def attend(
 
     Returns
     -------
-    AttendResult, or None if no row was pruned
+    AttendResult, or None if no row was pruned and ``want_kept`` is false
     """
     if query.stride(2) != 1:
         query = query.contiguous()
@@ -239,7 +239,7 @@ def attend(
     prunes = prunes and rows.prunes
     token, length, span, table, budget, nothing, candidate = rows.addresses
     found = None
-    if prunes:
+    if prunes or want_kept:
         kept = np.zeros((n, heads, pages), np.uint8) if want_kept else None
         read, fine = np.zeros((2, n, heads), np.int32)
         found = AttendResult(np.zeros((n, n_heads)), read, fine, kept, np.empty((n, n_heads), np.float32))

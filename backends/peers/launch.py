@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from backends.machine import ForeignLoad
 from entropic_ctl.errors import BadInputError, EntropicError
@@ -161,8 +161,7 @@ class Peer:
 
     @property
     def _in(self) -> IO[str]:
-        assert self._process.stdin is not None
-        return self._process.stdin
+        return cast("IO[str]", self._process.stdin)  # a pipe: see __init__
 
     def _freeze(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -172,8 +171,7 @@ class Peer:
             os.killpg(self._process.pid, kind)
 
     def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = cast("IO[str]", self._process.stdout).readline()
         if not line:
             self._process.wait()
             self._said.seek(0)

@@ -7,6 +7,7 @@ what Triton will ask for at launch. Reports are kept in the user's cache under a
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib
 import json
@@ -265,11 +266,19 @@ def table(reports: Sequence[KernelReport]) -> str:
     )
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Compile everything, print the table, write ``out/kernels.json``; 1 if anything spills."""
+    import triton
+
+    parser = argparse.ArgumentParser(prog="kernels-report", description="Compile every Triton kernel for GPUs.")
+    parser.add_argument("--table", type=Path, help="also write the table here")
+    options = parser.parse_args(arguments)
     reports = compile_all(progress=lambda done, total: print(f"\r{done}/{total}", end="", file=sys.stderr, flush=True))
     print(file=sys.stderr)
     print(table(reports))
+    if options.table is not None:
+        head = f"# written by `make kernels-report`; triton {triton.__version__}; how to read it: backends/README.md"
+        options.table.write_text(f"{head}\n{table(reports)}\n", encoding="utf-8")
     out = Path("out/kernels.json")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps([asdict(report) for report in reports], indent=1) + "\n", encoding="utf-8")

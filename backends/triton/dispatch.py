@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from backends.attention.pruned import COARSE_SHARE
 from backends.attention.reference import Scoring
 from backends.triton.attention import PageList, attend_pages
 from backends.triton.cache import LayerShadow
@@ -21,9 +22,6 @@ from backends.triton.scoring_keys import score_exactly
 from backends.triton.selection import budget_ratio, choose_pages
 
 __all__ = ["Decoded", "Pruning", "budget_ratio", "decode"]
-
-COARSE_SHARE = 0.15
-"""Share of the budget that pages may spend on bounds from their high nibbles."""
 
 
 class Pruning(NamedTuple):

@@ -11,6 +11,7 @@ where a step leaves it or the last one failed to halve the error.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ import triton.language as tl
 
 from backends.triton.launch import launch
 
-__all__ = ["Sampled", "Target", "sample_rows"]
+__all__ = ["Sampled", "Target", "choose", "sample_rows"]
 
 _BLOCK = 2048
 
@@ -236,3 +237,9 @@ def sample_rows(
         BLOCK=_BLOCK,
     )
     return Sampled(token, model, t, h, v)
+
+
+def choose(logits: torch.Tensor, temperature: torch.Tensor, seed: Sequence[int], index: Sequence[int]) -> torch.Tensor:
+    """Draw one token per row at given temperatures; as :func:`backends.gumbel.choose`, the specification."""
+    words = torch.tensor([list(seed), list(index)], dtype=torch.int64).to(logits.device)
+    return sample_rows(logits, words[0], words[1], temperature=temperature).token

@@ -140,7 +140,8 @@ def select(
     Raises
     ------
     BadInputError
-        On shapes that disagree, an empty or NaN interval, a negative or NaN budget, or an unknown selection.
+        On shapes that disagree, an empty or NaN interval, a negative or NaN budget, a NaN in ``log_spent``, or an
+        unknown selection.
     """
     theta = np.asarray(theta_nats, np.float64)
     lo, up, fixed = _validated(lower, upper, protected, theta)
@@ -150,7 +151,17 @@ def select(
     group = heads_per_group(n_heads, n_kv_heads)
     if selection not in ("union", "group_mean"):
         raise BadInputError("no such selection", field="selection", value=selection, allowed="union, group_mean")
-    if not theta.any() or fixed.all():
+    if log_spent is not None:
+        log_spent = np.asarray(log_spent, np.float64)
+        if log_spent.shape != (n_heads,) or np.isnan(log_spent).any():
+            raise BadInputError(
+                "not the log-masses of what was dropped before",
+                field="log_spent",
+                value=log_spent.tolist(),
+                allowed=f"({n_heads},) numbers, -inf for none",
+            )
+        log_spent = None if (log_spent == -np.inf).all() else log_spent
+    if log_spent is None and (not theta.any() or fixed.all()):
         nothing = np.zeros(n_heads)
         return Selection(np.ones((n_kv_heads, pages), np.bool_), nothing, np.full(n_heads, -np.inf))
     lo = np.where(lo == np.inf, -np.inf, lo)

@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from proofs.check.base import Claim, Hints, Subject, decimal
+from proofs.check.integer_scores import integer_gaps
 from proofs.check.topk import surprisal
 from proofs.enclosures import Interval, exp, log, shown
 
@@ -67,11 +68,11 @@ def rounding_gaps(page_tokens: int, tokens: int, pages: int, head_size: int = HE
     ``page_tokens`` are those of a page, ``tokens`` the longest context, ``pages`` the most pages of one row, and
     ``head_size`` the channels of a head.
     """
-    g, p = gamma(head_size + 6), pages + 1
+    g, p, wide = gamma(head_size + 6), pages + 1, gamma(head_size + 32)
     sums = 1 / ((1 - p * _W) * (1 - 745 * _W) * (1 - 8 * _W))
     return {
-        "the products of query and codes": g - gamma(head_size + 4),
-        "the width of a page's scores": (1 - gamma(head_size + 4)) * (1 + 4 * g) * (1 - 4 * _W) - 1,
+        "the products of query and codes": wide - gamma(head_size + 5),  # q w, dot, step, sum, scale and its own
+        "the width of a page's scores": (1 - gamma(head_size)) * (1 + 2 * g) * (1 - 4 * _W) - 1,
         "the products of query and keys": (1 - gamma(head_size + 2)) ** 2 * (1 + 8 * g) * (1 - 4 * _W) - 1,
         "the score cap": 8 * _U - (3 * Fraction(9, 20) + 6) * _U / (1 - 8 * _U),  # x / cosh^2 x < 9/20; tanh to 2 ulp
         "underflow of the products": Fraction(1, 10**30) - head_size * 264 * Fraction(1, 2**126),
@@ -84,6 +85,7 @@ def rounding_gaps(page_tokens: int, tokens: int, pages: int, head_size: int = HE
         # ln Z - ln U per unit of |ln Z| + |ln U|, and the slack taken off
         "the gap of the final mass": 16 * _W * (1 - _W) ** 2 - (1 + (1 + 32 * _W)) * _W,
         "the final mass": (1 + 16 * _W) * (1 - _W) ** 2 - (1 + 8 * _W) * (1 + _W) ** 2,  # exp to 4 ulp, 1 +, 1 /
+        **integer_gaps(page_tokens, pages, head_size),
     }
 
 
@@ -92,7 +94,7 @@ def _page_interval(subject: Subject) -> Claim:
     tokens = min(engine.max_context, engine.pages * engine.page_tokens)
     pages = min(engine.pages, -(-engine.max_context // engine.page_tokens))
     numbers = {
-        "score_per_magnitude": decimal(gamma(HEAD_SIZE + 6), up=True, digits=18),
+        "score_per_magnitude": decimal(Fraction(101, 100) * gamma(HEAD_SIZE + 32), up=True, digits=18),
         "page_nats": decimal(lse_slack(engine.page_tokens), up=True, digits=18),
         "context_nats": decimal(lse_slack(tokens + 8), up=True, digits=18),
         "pages_relative": decimal(select_slack(pages + 1), up=True, digits=24),

@@ -20,7 +20,17 @@ void attend_typed(const Pool& pool, int head, const Segment* segments, int64_t c
   const auto at = [&](const void* base, int64_t s) {
     return static_cast<const T*>(base) + (segments[s].page * pool.heads + head) * page_size;
   };
-  const auto ahead = [&](const void* base, int64_t s) { return s < count ? at(base, s) : nullptr; };
+  // The order of reading: keys of a chunk, its values, keys of the next chunk. What comes kAhead pages later:
+  const auto after_keys = [&](int64_t c, int64_t n, int64_t s) {
+    if (s + kAhead < n) return at(pool.k, c + s + kAhead);
+    return s + kAhead - n < n ? at(pool.v, c + s + kAhead - n) : nullptr;
+  };
+  const auto after_values = [&](int64_t c, int64_t n, int64_t s) {
+    if (s + kAhead < n) return at(pool.v, c + s + kAhead);
+    return c + s + kAhead < count ? at(pool.k, c + s + kAhead) : nullptr;
+  };
+  for (int64_t s = 0; s < std::min<int64_t>(kAhead, count); ++s)
+    for (int t = 0; t < pool.page; ++t) fetch_row(at(pool.k, s) + static_cast<int64_t>(t) * dim, dim);
   for (int64_t c = 0; c < count; c += chunk) {
     const int64_t n = std::min(chunk, count - c);
     std::fill(weight, weight + tokens * group, -kInfinity);
@@ -28,7 +38,7 @@ void attend_typed(const Pool& pool, int head, const Segment* segments, int64_t c
       const T* k = at(pool.k, c + s);
       for (int g = 0; g < group; ++g)
         page_scores(k, dim, segments[c + s], query, g, weight + g * tokens + s * wide,
-                    g == 0 ? ahead(pool.k, c + s + kAhead) : nullptr);
+                    g == 0 ? after_keys(c, n, s) : nullptr);
     }
     for (int g = 0; g < group; ++g) soften(weight + g * tokens, n * wide, query.exact_bf16, g, state);
     for (int64_t s = 0; s < n; ++s) {
@@ -36,7 +46,7 @@ void attend_typed(const Pool& pool, int head, const Segment* segments, int64_t c
       for (int g = 0; g < group; g += kBlock)
         add_values(v, dim, segments[c + s], weight + g * tokens, tokens, s * wide, std::min(group - g, kBlock),
                    query.exact_bf16, state->out.data() + static_cast<int64_t>(g) * state->stride, state->stride,
-                   g == 0 ? ahead(pool.v, c + s + kAhead) : nullptr);
+                   g == 0 ? after_values(c, n, s) : nullptr);
     }
   }
 }
@@ -58,7 +68,7 @@ double key_norm_typed(const Pool& pool, int head, const Segment* segments, int64
       most = square <= most ? most : square;  // NaN wins
     }
   }
-  return std::sqrt(most) * (1.0 + 1e-5);
+  return std::sqrt(most) * (1.0 + 1e-5) + 4e-18;  // squares below 2^-126 may be lost
 }
 
 }  // namespace
@@ -160,7 +170,8 @@ void Query::load(const Work& work, int64_t token, int head, const Pool& pool) {
       square += static_cast<double>(q[i]) * q[i];
     }
     norm[g] = std::fabs(static_cast<double>(scale)) * std::sqrt(square) * (1.0 + 1e-9);
-    alpha[g] = most < kInfinity ? most / 32767.0f : 0.0f;
+    // below 1e-30 a query is as good as 0: with keys within float16 its scores are less than 1e-20
+    alpha[g] = most >= 1e-30f && most < kInfinity ? most / 32767.0f : 0.0f;
     for (int i = 0; i < dim; ++i) {
       const float x = alpha[g] > 0.0f ? std::nearbyint(q[i] / alpha[g]) : 0.0f;
       q16[static_cast<int64_t>(g) * stride + i] = x >= -32767.0f && x <= 32767.0f ? static_cast<int16_t>(x) : 0;

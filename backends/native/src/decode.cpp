@@ -12,16 +12,31 @@ namespace {
 
 using namespace simd;
 
-constexpr double kCoarse = 0.15;    // share of the budget that pages may spend on their 4-bit bounds
+constexpr double kCoarse = 0.25;    // share of the budget that pages may spend on their 4-bit bounds
+constexpr int64_t kAlone = 150000;  // products of queries and keys done sooner than another thread comes
 constexpr double kUnit = 5.9604644775390625e-8;  // 2^-24
 
 double gamma(int n) { return n * kUnit / (1.0 - n * kUnit); }
 
-// Rounding of a float32 log-sum-exp over `terms` real keys; see backends/attention/pruned.py.
+// Rounding of a float32 log-sum-exp over `terms` real keys; see backends/attention/pruned.py. Products of bfloat16 flush
+// numbers below 2^-126, operands and results: 16 2^-126 of either norm at most, for up to 256 channels.
 double exact_slack(double query_norm, double key_norm, double lse, double terms, int dim, double softcap) {
   const double g = gamma(dim + 6), n = terms + 8.0;
   return query_norm * key_norm * g * (1.0 + 8.0 * g) + (n + 5.0 * std::log(n) + 16.0) * kUnit +
-         4.0 * kUnit * std::fabs(lse) + 8.0 * kUnit * softcap;
+         4.0 * kUnit * std::fabs(lse) + 8.0 * kUnit * softcap + 1e-36 * (query_norm + key_norm) + 1e-30;
+}
+
+// m = r / (1 + r), rounded up, from the ratio r of what was dropped to what is kept; NaN or infinite: 1.
+double mass_of(double ratio) {
+  const double mass = ratio / (1.0 + ratio) * (1.0 + 1e-15) + 1e-300;
+  return mass <= 1.0 ? mass : 1.0;
+}
+
+// The sum of `upper` over the pages that all heads voted for, rounded up.
+double voted_sum(const float* upper, const std::vector<int32_t>& votes, int64_t capacity, int group) {
+  Vec total = zero();
+  for (int64_t p = 0; p < capacity; p += 16) total = total + where_equal(load_ints(votes.data() + p), group, load(upper + p));
+  return sum(total) * (1.0 + (static_cast<double>(capacity) + 64.0) * kUnit);
 }
 
 struct Scratch {  // one per thread
@@ -92,7 +107,7 @@ void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) 
     base[g] = std::exp(lse - static_cast<double>(reference[g]) - slack);
   }
   const double budget = std::expm1(w.theta[row]) * (1.0 - (static_cast<double>(count) + 64.0) * 8.0 * kUnit);
-  std::vector<double> dropped(group, 0.0);
+  std::vector<double> dropped(group, 0.0), kept_least(group, 0.0);
   s->out.assign(count, 0);
   s->unsure.clear();
   if (known && budget > 0.0) {
@@ -103,38 +118,40 @@ void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) 
 
     score_high(pool, head, s->pages.data(), s->unsure, s->query, reference.data(), &b);
 
-    s->votes.assign(count, 0);
+    s->votes.assign(b.capacity, 0);
     for (int g = 0; g < group; ++g)
       s->dropper.vote(&b.upper[g * b.capacity], &b.lower[g * b.capacity], count, 0.0, base[g], kCoarse * budget,
                       s->votes.data());
-
     s->unsure.clear();
     for (int64_t p = 0; p < count; ++p) {
       s->out[p] = s->votes[p] == group;
       if (!s->out[p]) s->unsure.push_back(static_cast<int32_t>(p));
     }
-    for (int g = 0; g < group; ++g)
-      for (int64_t p = 0; p < count; ++p)
-        if (s->out[p]) dropped[g] += b.upper[g * b.capacity + p];
+    for (int g = 0; g < group; ++g) dropped[g] = voted_sum(&b.upper[g * b.capacity], s->votes, b.capacity, group);
 
     score_low(pool, head, s->pages.data(), s->unsure, s->query, reference.data(), &b);
-
-    const int64_t left = static_cast<int64_t>(s->unsure.size());
-    s->upper.resize(left), s->lower.resize(left);
-    s->votes.assign(left, 0);
+    const int64_t left = static_cast<int64_t>(s->unsure.size()), wide = padded(static_cast<int>(left), 16);
+    s->upper.assign(wide * group, 0.0f), s->lower.assign(wide * group, 0.0f);
+    s->votes.assign(wide, 0);
     for (int g = 0; g < group; ++g) {
       for (int64_t i = 0; i < left; ++i) {
-        s->upper[i] = b.upper[g * b.capacity + s->unsure[i]];
-        s->lower[i] = b.lower[g * b.capacity + s->unsure[i]];
+        s->upper[g * wide + i] = b.upper[g * b.capacity + s->unsure[i]];
+        s->lower[g * wide + i] = b.lower[g * b.capacity + s->unsure[i]];
       }
-      s->dropper.vote(s->upper.data(), s->lower.data(), left, dropped[g], base[g], budget, s->votes.data());
+      s->dropper.vote(&s->upper[g * wide], &s->lower[g * wide], left, dropped[g], base[g], budget, s->votes.data());
     }
-    for (int64_t i = 0; i < left; ++i) {
-      if (s->votes[i] != group) continue;
-      const int32_t p = s->unsure[i];
-      s->out[p] = 1;
-      for (int g = 0; g < group; ++g) dropped[g] += b.upper[g * b.capacity + p];
+    for (int g = 0; g < group; ++g) dropped[g] += voted_sum(&s->upper[g * wide], s->votes, wide, group);
+    for (int64_t i = 0; i < left; ++i) s->out[s->unsure[i]] = s->votes[i] == group;
+
+    // Once more without cancellation: `vote` takes from a sum, which fails where what is dropped outweighs what is kept.
+    bool within = true;
+    for (int g = 0; g < group; ++g) {
+      kept_least[g] = base[g];
+      for (int64_t i = 0; i < left; ++i)
+        if (s->votes[i] != group) kept_least[g] += s->lower[g * wide + i];
+      within = within && dropped[g] * (1.0 + 2e-9) <= std::expm1(w.theta[row]) * kept_least[g];
     }
+    if (!within) s->out.assign(count, 0);
   }
 
   const int64_t fixed_end = fixed;
@@ -154,9 +171,9 @@ void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) 
     if (read < pages) {
       const double lse = s->state.lse(g);
       const double kept = lse - exact_slack(s->query.norm[g], norm, lse, read_tokens, dim, w.softcap);
-      const double lost = std::log(dropped[g] * (1.0 + 1e-9)) + static_cast<double>(reference[g]);
-      mass = std::min(1.0, 1.0 / (1.0 + std::exp(kept - lost)) * (1.0 + 1e-9) + 1e-300);
-      if (!(mass >= 0.0)) mass = 1.0;
+      const double lost = std::log(dropped[g]) + static_cast<double>(reference[g]);
+      const double exact = std::exp(lost - kept + 1e-9 + 1e-15 * (std::fabs(lost) + std::fabs(kept)));
+      mass = std::min(mass_of(exact), mass_of(dropped[g] / kept_least[g] * (1.0 + 1e-9)));
     }
     w.mass[row * heads + static_cast<int64_t>(head) * group + g] = mass;
   }
@@ -227,8 +244,11 @@ extern "C" void entropic_attend(const attention::Pool* pool_, const attention::W
   const int64_t n = static_cast<int64_t>(tasks.size());
   std::vector<State> parts(n - whole);
   pool::Queue queue, rows;
-  pool::Barrier barrier(w.threads);
-  pool::run(w.threads, [&](int, int) {
+  int64_t seen = 0;
+  for (int r = 0; r < w.rows; ++r) seen += w.span[r] * w.length[r];
+  const int threads = seen * pool.heads * w.group * pool.dim < kAlone ? 1 : w.threads;
+  pool::Barrier barrier(threads);
+  pool::run(threads, [&](int, int) {
     static thread_local Scratch scratch;
     static thread_local Prefill prefilled;
     for (int64_t i; (i = queue.take()) < n;) {

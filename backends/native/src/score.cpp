@@ -13,8 +13,11 @@ using namespace simd;
 
 constexpr float kUnit = 5.9604645e-8f;  // 2^-24
 constexpr float kLog2e = 1.44269504f;
-constexpr float kChord = 0.0598f;  // ln of how far exp2_above is above, rounded up
+constexpr float kChord = 0.0598f;          // ln of how far exp2_above is above, rounded up
+constexpr float kChordRounding = 132.0f;   // how far below 2^x it may round, in units of 2^-24
+constexpr float kFlushed = 2e-38f;         // a token's mass that exp makes 0, or exp2_above 2^-126
 constexpr int kPages = 16;
+constexpr int kAhead = 8;  // pages fetched before they are scored
 constexpr int kWide = 288;  // channels, with room to write whole vectors
 
 // Weights of a page as 16-bit factors: w << 7.
@@ -89,10 +92,10 @@ void score_batch(const Pool& pool, const Record& shape, int head, const int64_t*
     const int64_t p = which[i];
     const uint8_t* record = pool.record + cell(i) * pool.record_bytes;
     const uint8_t* plane = Fine ? reinterpret_cast<const uint8_t*>(pool.low + cell(i) * low_size) : record + shape.high();
-    const char* later = nullptr;  // two pages on, fetched while this one is worked on
-    if (g0 == 0 && i + 2 < n + n_next) {
-      later = Fine ? reinterpret_cast<const char*>(pool.low + cell(i + 2) * low_size)
-                   : reinterpret_cast<const char*>(pool.record + cell(i + 2) * pool.record_bytes);
+    const char* later = nullptr;
+    if (g0 == 0 && i + kAhead < n + n_next) {
+      later = Fine ? reinterpret_cast<const char*>(pool.low + cell(i + kAhead) * low_size)
+                   : reinterpret_cast<const char*>(pool.record + cell(i + kAhead) * pool.record_bytes);
     }
     const int64_t later_bytes = later == nullptr ? 0 : Fine ? shape.plane() : pool.record_bytes;
     for (int64_t at = 0; at < later_bytes; at += 64) prefetch(later + at);
@@ -176,7 +179,7 @@ void score(const Pool& pool, int head, const int64_t* pages, const std::vector<i
   const Record shape(pool);
   const int total = static_cast<int>(which.size());
   for (int i = 0; i < total; i += kPages) {
-    const int n = std::min(kPages, total - i), next = std::min(2, total - i - n);
+    const int n = std::min(kPages, total - i), next = std::min(kAhead, total - i - n);
     const int32_t* some = which.data() + i;
     for (int g = 0; g < query.group; g += kBlock) {
       switch (std::min(query.group - g, kBlock)) {
@@ -193,10 +196,12 @@ void score(const Pool& pool, int head, const int64_t* pages, const std::vector<i
 // `above` how far (in nats) the mass may lie above what it stands for.
 void widen(const Pool& pool, const Query& query, const float* reference, float unread, float above, Bounds* b) {
   const float dim = static_cast<float>(pool.dim), terms = static_cast<float>(padded(pool.page, 16));
+  const float below = above > 0.0f ? kChordRounding : 0.0f, flushed = terms * kFlushed;
+  const float unscaled = 1.0f / std::min(std::fabs(query.scale), 1.0f);
   for (int g = 0; g < query.group; ++g) {
     const float unit = 256.0f * query.alpha[g] * std::fabs(query.scale);
     const float norm_q = static_cast<float>(query.norm[g]), rounding = norm_q * (dim + 32.0f) * kUnit * 1.01f;
-    const float always = 8.0f * kUnit * std::fabs(reference[g]) + (terms + 24.0f) * kUnit + 8.0f * kUnit * query.softcap;
+    const float always = 8.0f * kUnit * std::fabs(reference[g]) + (terms + 24.0f + below) * kUnit + 8.0f * kUnit * query.softcap;
     const int64_t row = g * b->capacity;
     for (int64_t p = 0; p < b->capacity; p += 16) {
       const Vec a = load(b->step.data() + p), e = load(b->error.data() + p), norm = load(b->norm.data() + p);
@@ -204,9 +209,11 @@ void widen(const Pool& pool, const Query& query, const float* reference, float u
       const Vec rounded = a * set(1.02f * 128.0f * dim);
       Vec delta = (reach + rounded) * set(unit * (1.0f + 32.0f * kUnit));
       delta = fma(norm, set(rounding), delta) + set(always);
-      const Vec mass = load(b->mass.data() + row + p) + set(1e-35f);
+      const Vec mass = load(b->mass.data() + row + p), most = mass + set(flushed);
+      const Vec least = max(mass - set(flushed), zero());
       alignas(64) float u[16], l[16], reach_most[16];
-      store(u, mass * exp(delta)), store(l, mass * exp(zero() - delta - set(above))), store(reach_most, norm * set(norm_q));
+      store(u, most * exp(delta)), store(l, least * exp(zero() - delta - set(above)));
+      store(reach_most, norm * set(norm_q * unscaled));
       for (int i = 0; i < 16; ++i)
         if (!(u[i] <= std::numeric_limits<float>::max() && reach_most[i] < 1e30f)) u[i] = kInfinity, l[i] = 0.0f;
       std::memcpy(b->upper.data() + row + p, u, 64);

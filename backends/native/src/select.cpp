@@ -16,10 +16,14 @@ void Dropper::vote(const float* upper_bound, const float* lower_bound, int64_t c
   }
   int now = 0;
   double rest = base;
-  for (int64_t i = 0; i < count; ++i) {
-    upper[0][i] = upper_bound[i], lower[0][i] = lower_bound[i], place[0][i] = static_cast<int32_t>(i);
-    rest += lower_bound[i];
+  Vec lowers = zero();
+  for (int64_t i = 0; i < count; i += 16) {  // the bounds are padded to 16 with zeros
+    const Vec u = load(upper_bound + i), l = load(lower_bound + i);
+    store(upper[0].data() + i, u), store(lower[0].data() + i, l);
+    lowers = lowers + l;
   }
+  std::iota(place[0].begin(), place[0].begin() + count, 0);
+  rest += sum(lowers);
   int64_t n = count;
   const auto bits_of = [](float x) {
     int32_t bits;

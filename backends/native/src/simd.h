@@ -113,6 +113,10 @@ inline float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
 inline Vec where_at_most(Vec a, Vec limit, Vec value) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, limit.v, _CMP_LE_OQ), value.v)};
 }
+// value where a == n, else 0
+inline Vec where_equal(Ints a, int32_t n, Vec value) {
+  return {_mm512_maskz_mov_ps(_mm512_cmpeq_epi32_mask(a.v, _mm512_set1_epi32(n)), value.v)};
+}
 inline Vec keep_first(Vec a, int n, float other) { return {_mm512_mask_mov_ps(_mm512_set1_ps(other), first(n), a.v)}; }
 
 inline Vec exp(Vec a) {
@@ -133,7 +137,8 @@ inline Vec exp(Vec a) {
   return {_mm512_mask_mov_ps(p, _mm512_cmp_ps_mask(a.v, _mm512_set1_ps(88.7f), _CMP_GT_OQ), _mm512_set1_ps(kInfinity))};
 }
 
-// 2^x from above: at most 1.0616 times it (a chord in each octave); 0 below -125, infinity from 128.
+// 2^x from above: at most 1.0616 times it (a chord in each octave), and less only by the rounding of x + 127 to 24 bits,
+// 2^-17 of it; 2^-126 below -126, infinity from 128.
 inline Vec exp2_above(Vec x) {
   const __m512 t = _mm512_min_ps(_mm512_set1_ps(128.0f), _mm512_max_ps(_mm512_set1_ps(-126.0f), x.v));
   const __m512 bits = _mm512_fmadd_ps(t, _mm512_set1_ps(8388608.0f), _mm512_set1_ps(1065353216.0f));
@@ -259,6 +264,10 @@ inline Vec where_at_most(Vec a, Vec limit, Vec value) {
   ENTROPIC_EACH value.v[i] = a.v[i] <= limit.v[i] ? value.v[i] : 0.0f;
   return value;
 }
+inline Vec where_equal(Ints a, int32_t n, Vec value) {
+  ENTROPIC_EACH value.v[i] = a.v[i] == n ? value.v[i] : 0.0f;
+  return value;
+}
 inline Vec keep_first(Vec a, int n, float other) {
   ENTROPIC_EACH a.v[i] = i < n ? a.v[i] : other;
   return a;
@@ -269,7 +278,7 @@ inline Vec exp(Vec a) {
 }
 inline Vec exp2_above(Vec a) {
   ENTROPIC_EACH {
-    const float t = a.v[i] < -126.0f ? -126.0f : a.v[i] > 128.0f ? 128.0f : a.v[i];
+    const float t = !(a.v[i] >= -126.0f) ? -126.0f : a.v[i] > 128.0f ? 128.0f : a.v[i];
     const int32_t bits = static_cast<int32_t>(std::nearbyint(static_cast<double>(t) * 8388608.0 + 1065353216.0));
     std::memcpy(&a.v[i], &bits, 4);
   }
