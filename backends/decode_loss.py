@@ -2,8 +2,8 @@
 
 A text is prefilled exactly; its last tokens are decoded one by one, teacher forced: dense, then under each budget, from
 the same cache. In bfloat16 two ways of adding up the same attention already part by about a thousandth of a nat, as
-much as the budgets worth having; so the loss of pruning is measured with the same weights in float32, and beside it, in the
-model's own dtype, the certificates and the loss of a budget that leaves out (almost) nothing: rounding. *(ours)*
+much as the budgets worth having; so the loss of pruning is measured with the same weights in float32, and beside it, in
+the model's own dtype, the certificates and the loss of a budget that leaves out (almost) nothing: rounding. *(ours)*
 """
 
 from __future__ import annotations
