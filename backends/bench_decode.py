@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers
 
-from backends.decode_arms import Arm, our_arm, peer_arms, protected, run_round
+from backends.decode_arms import MIN_CONTEXT, Arm, our_arm, peer_arms, protected, run_round
 from backends.decode_loss import audit_losses
 from backends.decode_table import Row, ratios_of, summarise, targets_of
 from backends.filled import FilledCache
@@ -39,7 +39,7 @@ Say = Callable[[str], None]
 def bench_decode(
     model: LoadedModel | None = None,
     *,
-    thetas: Sequence[float] = (0.05, 0.07),
+    thetas: Sequence[float] = (0.05, 0.065),
     cells: Sequence[tuple[int, int]] = CELLS,
     repeats: int = 5,
     steps: int = 16,
@@ -117,6 +117,7 @@ def bench_decode(
         "model": model.name,
         "dtype": str(model.model.dtype).removeprefix("torch."),
         "page_tokens": page_tokens,
+        "min_context": MIN_CONTEXT,
         "read_bytes_per_s": bandwidth,
         "repeats": repeats,
         "steps": steps,
@@ -201,7 +202,7 @@ def crossover(
         interpolated in the logarithm of the context; None if it never does.
     """
     say = progress or (lambda _: None)
-    arms = [our_arm(model, theta, steps, warmup) for theta in (0.0, theta_nats)]
+    arms = [our_arm(model, theta, steps, warmup, min_context=0) for theta in (0.0, theta_nats)]
     probe = SpeedProbe(every_s=0.0)
     found: dict[str, Any] = {"contexts": list(contexts), "dense_ms": [], "pruned_ms": [], "speedup": [], "prunes": []}
     for context in contexts:

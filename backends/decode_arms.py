@@ -66,20 +66,21 @@ class Arm:
     failed: str = ""
 
 
-def protected(page_tokens: int) -> PruningConfig:
-    """Return the pages that are always read: the first, and those of the last 64 tokens."""
-    return PruningConfig(recent_pages=max(1, 64 // page_tokens))
+MIN_CONTEXT = 1600
+"""Tokens from which the pruned arms prune: about where it begins to pay (``--crossover`` measures that)."""
 
 
-def engine_config(batch: int, context: int, room: int, theta_nats: float, page_tokens: int) -> configs.RunConfig:
+def protected(page_tokens: int, *, min_context: int = 0) -> PruningConfig:
+    """Return the rule of the pruned arms: the first page, the last 64 tokens and the first layer are read in full."""
+    return PruningConfig(recent_pages=max(1, 64 // page_tokens), dense_layers=1, min_context=min_context)
+
+
+def engine_config(
+    batch: int, context: int, room: int, theta_nats: float, page_tokens: int, *, min_context: int = MIN_CONTEXT
+) -> configs.RunConfig:
     """Return a run whose pool fits ``batch`` rows of ``context + room`` tokens; ``theta_nats`` 0 is dense."""
-    rule = protected(page_tokens)
-    pruning = {
-        "law": "budget",
-        "theta_nats": theta_nats,
-        "theta_wide_nats": theta_nats,
-        "recent_pages": rule.recent_pages,
-    }
+    rule = dataclasses.asdict(protected(page_tokens, min_context=min_context))
+    pruning = rule | {"law": "budget", "theta_nats": theta_nats, "theta_wide_nats": theta_nats}
     engine = {
         "page_tokens": page_tokens,
         "pages": batch * -(-(context + room) // page_tokens) + 1,
@@ -91,11 +92,19 @@ def engine_config(batch: int, context: int, room: int, theta_nats: float, page_t
 
 
 def time_engine(
-    model: LoadedModel, filled: FilledCache, batch: int, theta_nats: float, *, steps: int, warmup: int
+    model: LoadedModel,
+    filled: FilledCache,
+    batch: int,
+    theta_nats: float,
+    *,
+    steps: int,
+    warmup: int,
+    min_context: int = MIN_CONTEXT,
 ) -> Sample:
     """Time decode steps of our engine on ``batch`` copies of a filled cache; ``theta_nats`` 0 is dense."""
     room = steps + warmup + 2
-    config = engine_config(batch, len(filled.tokens), room, theta_nats, filled.cache.page_tokens)
+    page = filled.cache.page_tokens
+    config = engine_config(batch, len(filled.tokens), room, theta_nats, page, min_context=min_context)
     engine = FilledEngine(config, dataclasses.replace(model, eos_ids=frozenset()), filled)
     engine.admit(batch, max_new_tokens=room)
     for _ in range(1 + warmup):
@@ -113,13 +122,14 @@ def time_engine(
     return Sample(times, read, certificate, load.cores())
 
 
-def our_arm(model: LoadedModel, theta_nats: float, steps: int, warmup: int) -> Arm:
+def our_arm(model: LoadedModel, theta_nats: float, steps: int, warmup: int, *, min_context: int = MIN_CONTEXT) -> Arm:
     """Return this engine as an arm; ``theta_nats`` 0 is dense."""
     weights = sum(p.numel() * p.element_size() for p in model.model.parameters())
     name = f"ours theta {theta_nats:g}" if theta_nats else "ours dense"
 
     def measure(batch: int, filled: FilledCache) -> Sample:
-        return time_engine(model, filled, batch, theta_nats, steps=steps, warmup=warmup)
+        sizes = {"steps": steps, "warmup": warmup, "min_context": min_context}
+        return time_engine(model, filled, batch, theta_nats, **sizes)
 
     return Arm(name, measure, weights, theta_nats)
 

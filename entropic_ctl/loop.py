@@ -19,6 +19,7 @@ from entropic_ctl.config import EngineConfig, LoopConfig, SpeculationConfig, res
 from entropic_ctl.drafting import rule_of
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.policy import Policy
+from entropic_ctl.pruning import accountant
 from entropic_ctl.recording import FORMAT, RecordedView, Recorder
 from entropic_ctl.signals import Finish, FloatArray, IntArray, LogitView, Request, StepPlan, StepResult, Tempered
 
@@ -139,7 +140,10 @@ class Loop:
         """Decide the next iteration; a plan without rows means that nothing is in the system."""
         self.admit()
         self._now_s = now_s
-        plan = self.batcher.plan(now_s, self._score, self.policy.budgets, self._draft())
+        budgets, least = self.policy.budgets, self.policy.min_context
+        if least:
+            budgets = accountant.reaching(budgets, self.batcher.slots.cached, least)
+        plan = self.batcher.plan(now_s, self._score, budgets, self._draft())
         last = self._plan
         if last is None or plan.samples is not last.samples:  # a repeated plan shares its row columns
             self._sampling, self._greedy = plan.slots[plan.samples], plan.greedy[plan.samples]

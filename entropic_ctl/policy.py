@@ -75,7 +75,7 @@ class Policy:
         self.u = np.zeros(slots)
         self.theta = np.zeros(slots)
         self.timer = np.zeros(slots, np.int64)
-        self.total_nats = float(pruning.config.total_nats)
+        self.total_nats, self.min_context = float(pruning.config.total_nats), int(pruning.config.min_context)
         self.spent, self.worst = np.zeros(slots), np.zeros(slots)
         self.dense = False
         self.seen = np.zeros(slots, np.int64)

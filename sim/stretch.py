@@ -119,6 +119,7 @@ class _Limits(NamedTuple):
     chunk: int
     wait: int
     protected_tokens: int
+    min_context: int
     target: float
     clock_weight: float
 
@@ -222,6 +223,8 @@ def _run(
         theta = laws.theta
         if laws.total > 0.0:
             theta = accountant.allowed_loop(laws.theta, laws.spent, laws.total)
+        if limits.min_context > 0:
+            theta = accountant.reaching_loop(theta, s.cached, limits.min_context)
         ok, plan = steady.seat_all_loop(
             live, (step, page, limits.budget, limits.chunk, limits.wait), s.ids, s.prompt, s.known, s.cached, s.greedy,
             waits, s.held, s.table, s.stack, free, s.refs, theta,
@@ -374,7 +377,7 @@ class Stretch:
         self._world = _World(*(*places.columns, *places.response.columns))
         self._limits = _Limits(
             engine.page_tokens, engine.max_batch_tokens, engine.prefill_chunk, batcher.scheduling.wait_limit_steps,
-            model.protected_tokens, metrics.target_nats, metrics.filter_weight,
+            model.protected_tokens, rules.min_context, metrics.target_nats, metrics.filter_weight,
         )  # fmt: skip
 
     @staticmethod

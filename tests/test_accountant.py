@@ -38,6 +38,10 @@ def test_twins_agree_bit_for_bit(seed: int) -> None:
     np.testing.assert_array_equal(
         accountant.allowed_loop(theta, spent, total), accountant._allowed_columns(theta, spent, total)
     )
+    cached, least = rng.integers(0, 9, 9), int(rng.integers(0, 9))
+    np.testing.assert_array_equal(
+        accountant.reaching_loop(theta, cached, least), accountant._reaching_columns(theta, cached, least)
+    )
     slots = rng.permutation(9)[: rng.integers(0, 10)]
     cost = np.where(rng.random(9) < 0.3, np.nan, rng.random(9))[slots]
     books = [(spent.copy(), spent.copy()) for _ in range(2)]
@@ -107,6 +111,16 @@ def test_what_a_step_did_not_use_stays_available() -> None:
     assert thetas[1:] == [0.2] * 16 + [0.0] * 8  # 15 steps of 0.02 leave 0.2, to rounding; after the 16th not
     assert loop.policy.spent[0] == pytest.approx(0.32)
     assert loop.policy.worst[0] == pytest.approx(0.02)
+
+
+def test_short_contexts_are_read_in_full() -> None:
+    run = configs.from_mapping({"loop": {"pruning": BUDGET | {"min_context": 7}}})
+    loop = Loop(run.loop, run.engine, 100)
+    loop.submit(Request(0, 0.0, 4, 6))
+    plans = [advance(loop, float(step), lambda theta: theta) for step in range(6)]
+    assert [(int(p.context[0]), float(p.theta_nats[0])) for p in plans] == [
+        (0, 0.0), (4, 0.0), (5, 0.0), (6, 0.0), (7, 0.2), (8, 0.2)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,12 @@ def test_exponentials_differ_from_numpy_in_the_last_place_at_most() -> None:
     np.testing.assert_allclose(arrays.log(np.exp(x)), np.log(np.exp(x)), rtol=0, atol=9e-16)
 
 
-MESO = {"budget": {"law": "budget"}, "off": {"law": "off"}, "limited": {"law": "budget", "total_nats": 0.2}}
+MESO = {
+    "budget": {"law": "budget"},
+    "off": {"law": "off"},
+    "limited": {"law": "budget", "total_nats": 0.2},
+    "long": {"law": "budget", "min_context": 60},
+}
 
 
 def tables(result: replica.SimulationResult) -> list[dict[str, Any]]:
@@ -251,7 +256,7 @@ def tables(result: replica.SimulationResult) -> list[dict[str, Any]]:
 @settings(max_examples=12)
 @given(
     st.sampled_from(["feedback", "fixed"]),
-    st.sampled_from(["budget", "off", "limited"]),
+    st.sampled_from(sorted(MESO)),
     st.sampled_from(["fcfs", "entropic"]),
     st.sampled_from([(400, 8), (60, 8), (40, 3)]),
     st.sampled_from([("poisson", 3.0), ("closed", 1.0), ("poisson", 0.3)]),
@@ -352,5 +357,5 @@ def test_dataclasses_of_laws_give_their_twins_all_parameters() -> None:
     }  # fmt: skip
     assert {f.name for f in dataclasses.fields(budget.Config)} == {
         "sink_pages", "recent_pages", "dense_layers", "selection", "theta_nats", "theta_wide_nats", "entropy_low_nats",
-        "entropy_high_nats", "widen_after", "total_nats",
+        "entropy_high_nats", "widen_after", "total_nats", "min_context",
     }  # fmt: skip

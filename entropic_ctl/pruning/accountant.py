@@ -27,7 +27,7 @@ import numpy as np
 from entropic_ctl.compiled import compiled, faster
 from entropic_ctl.signals import FloatArray, IntArray
 
-__all__ = ["allowed", "allowed_loop", "charge", "charge_loop"]
+__all__ = ["allowed", "allowed_loop", "charge", "charge_loop", "reaching", "reaching_loop"]
 
 
 def _allowed_columns(theta: FloatArray, spent: FloatArray, total: float) -> FloatArray:
@@ -56,6 +56,33 @@ def allowed_loop(theta: FloatArray, spent: FloatArray, total: float) -> FloatArr
 
 
 allowed = faster(allowed_loop, _allowed_columns)
+
+
+def _reaching_columns(theta: FloatArray, cached: IntArray, least: int) -> FloatArray:
+    """Return the budgets in force, shape of ``theta``: 0 where fewer than ``least`` tokens are cached.
+
+    Parameters
+    ----------
+    theta : FloatArray, shape (slots,)
+        Nats.
+    cached : IntArray, shape (slots,)
+    least : int
+        ``min_context``, tokens.
+    """
+    return np.where(cached >= least, theta, 0.0)
+
+
+@compiled
+def reaching_loop(theta: FloatArray, cached: IntArray, least: int) -> FloatArray:
+    """Twin of :func:`_reaching_columns`."""
+    out = np.zeros_like(theta)
+    for i in range(theta.shape[0]):
+        if cached[i] >= least:
+            out[i] = theta[i]
+    return out
+
+
+reaching = faster(reaching_loop, _reaching_columns)
 
 
 def _charge_columns(

@@ -24,6 +24,9 @@ class PruningConfig:
     recent_pages: int = fields.integer(4, 1, 1024, "last pages always read, the one being written included")
     dense_layers: int = fields.integer(2, 0, 1024, "leading layers that are never pruned")
     selection: str = fields.choice("union", ("union", "group_mean"), "what a KV head keeps for its query heads")
+    min_context: int = fields.integer(
+        0, 0, 2**31 - 1, "contexts shorter than this, in tokens, are read in full: pruning does not pay there"
+    )
     total_nats: float = fields.number(
         0.0, 0.0, 1e9, "most loss a request may spend, summed over its steps, then dense; 0: no limit"
     )
