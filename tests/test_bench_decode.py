@@ -78,7 +78,7 @@ def _run(engine: Engine) -> list[list[int]]:
 
 @pytest.mark.parametrize("theta", [0.0, THETA])
 def test_copies_decode_as_prefills_do_and_share_no_page(model: LoadedModel, filled: FilledCache, theta: float) -> None:
-    config = engine_config(ROWS, CONTEXT, 12, theta, PAGE)
+    config = engine_config(ROWS, CONTEXT, 12, theta, PAGE, min_context=0)
     copied, exact = _Watch(), _Watch()
     engine = FilledEngine(config, model, filled, probe=copied)
     engine.admit(ROWS, max_new_tokens=10)
@@ -98,7 +98,7 @@ def test_a_copy_is_independent_of_its_source(model: LoadedModel, filled: FilledC
     own = FilledCache(model, filled.tokens, page_tokens=PAGE, chunk=32)
     outputs = []
     for spoil in (False, True):
-        engine = FilledEngine(engine_config(2, CONTEXT, 8, THETA, PAGE), model, own)
+        engine = FilledEngine(engine_config(2, CONTEXT, 8, THETA, PAGE, min_context=0), model, own)
         engine.admit(2, max_new_tokens=6)
         engine.step()
         if spoil:
@@ -110,7 +110,7 @@ def test_a_copy_is_independent_of_its_source(model: LoadedModel, filled: FilledC
 
 
 def test_a_prompt_that_would_be_chunked_is_refused(model: LoadedModel, filled: FilledCache) -> None:
-    config = engine_config(2, CONTEXT, 8, 0.0, PAGE)
+    config = engine_config(2, CONTEXT, 8, 0.0, PAGE, min_context=0)
     config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, prefill_chunk=32))
     engine = FilledEngine(config, model, filled)
     engine.admit(1, max_new_tokens=2)
@@ -121,7 +121,7 @@ def test_a_prompt_that_would_be_chunked_is_refused(model: LoadedModel, filled: F
 def test_a_dense_fill_cannot_feed_a_pruning_engine(model: LoadedModel, filled: FilledCache) -> None:
     dense = FilledCache(model, filled.tokens[:20], page_tokens=PAGE, shadow=False)
     with pytest.raises(BadInputError, match="quantised"):
-        FilledEngine(engine_config(1, 20, 8, THETA, PAGE), model, dense)
+        FilledEngine(engine_config(1, 20, 8, THETA, PAGE, min_context=0), model, dense)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -205,6 +205,7 @@ def test_bad_options_are_refused_before_any_work(option: str, value: str, tmp_pa
         tmp_path / "m",
         "--no-peers",
         *([] if option == "--cells" else CELLS),
+        *([] if option in ("--cells", "--positions") else ["--positions", 2]),
         option,
         value,
     )

@@ -53,7 +53,10 @@ def _factorial(n: int) -> int:
 
 
 def integer_gaps(page_tokens: int, pages: int, head_size: int) -> dict[str, Fraction]:
-    """Return, by name, granted less needed slack; none may be negative. ``pages`` are those of one row."""
+    """Return, by name, granted less needed slack; none may be negative.
+
+    ``page_tokens`` are those of a page, ``pages`` those of one row, ``head_size`` the channels of a head.
+    """
     d, blocks, p = head_size, -(-page_tokens // 16), min(pages, MOST_PAGES)
     most = (32767 * 255 * 128 + 16384) // 32768  # of |qw|
     ln2 = log(Fraction(2), _BITS)
