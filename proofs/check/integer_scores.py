@@ -53,7 +53,16 @@ def _factorial(n: int) -> int:
 
 
 def integer_gaps(page_tokens: int, pages: int, head_size: int) -> dict[str, Fraction]:
-    """Return, by name, granted less needed slack; none may be negative. ``pages`` are those of one row."""
+    """Return, by name, granted less needed slack; none may be negative.
+
+    Parameters
+    ----------
+    page_tokens : int
+    pages : int
+        Most pages of one row; from ``MOST_PAGES`` on nothing is dropped, so they count as that many.
+    head_size : int
+        D, channels.
+    """
     d, blocks, p = head_size, -(-page_tokens // 16), min(pages, MOST_PAGES)
     most = (32767 * 255 * 128 + 16384) // 32768  # of |qw|
     ln2 = log(Fraction(2), _BITS)
