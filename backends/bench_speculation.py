@@ -1,10 +1,10 @@
 """What speculative decoding gains by rule of draft length, kind of text and way of sampling.
 
-Every unit (prompt, seed) is decoded alone by every arm, one arm after the other, in an order that rotates from unit to
-unit, so a disturbance of the machine meets all arms. The text of a unit is the same in all arms (up to the rounding
-of logits: ``same_text`` tells), so tokens, steps and drafts compare within units. Two times are reported: the wall
-time of the decode steps, and a *modelled* one that charges each step the measured cost of a step of its size
-(:func:`step_costs`); the second does not feel what else the machine does.
+Every unit (prompt, seed) is decoded alone by every arm, one arm after the other, in an order that rotates from unit
+to unit, so a disturbance of the machine meets all arms. The text of a unit is the same in all arms (up to the
+rounding of logits where layers run in PyTorch: ``same_text`` tells), so tokens, steps and drafts compare within
+units. Two times are reported: the wall time of the decode steps, and a *modelled* one that charges each step the
+measured cost of a step of its size (:func:`step_costs`); the second does not feel what else the machine does.
 
 Intervals: percentile bootstrap over units, of the ratio of sums to the arm without drafts (95%, 2,000 resamples).
 """

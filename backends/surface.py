@@ -7,7 +7,7 @@ the table: the policies compared see the same positions, the same cache and the 
 
 Pages are chosen by the reference :func:`entropic_ctl.pruning.select.select` from the *exact* page masses in float32
 (8-bit shadows keep within a percent or two of the same pages). Bytes are those the engine's cache would read for the
-pages kept, shadow included.
+pages kept, with the first look at the shadow; the second one, at pages the first leaves undecided, is not counted.
 """
 
 from __future__ import annotations

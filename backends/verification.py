@@ -4,8 +4,8 @@ A row with d drafted tokens shows d + 1 distributions in one forward pass, those
 step after the other while it follows the draft. At each position the *target's own* token is drawn, with the request's
 own noise at that index (:func:`backends.sampling.sample` is a function of seed, index and logits). As long as it equals
 the draft, the next position is the one plain decoding would have come to; the first that differs is itself the next
-token. So the text is plain decoding's by construction, greedy or sampled, up to the rounding of logits computed for
-several tokens at once.
+token. So the text is plain decoding's by construction, greedy or sampled: bit for bit in dense decoding with the C++
+kernels, whose sums have one order; elsewhere up to the rounding of logits computed for several tokens at once.
 
 Leviathan et al. (2023) and Chen et al. (2023) accept a draft x of the drafter's distribution q with probability
 min(1, p(x) / q(x)) and else draw from max(0, p - q). For a draft without randomness (q = 1 at x) that is: accept with

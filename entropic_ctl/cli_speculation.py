@@ -39,9 +39,9 @@ def speculation(
 
     Four kinds of text, greedy and sampled. `speedup` charges every step its measured cost, with a 95% interval over
     prompts and seeds; `clock` is the ratio of wall times; `yield` and `drafts` are tokens per step; `right` is the
-    share of drafted tokens accepted. Texts equal those without drafts but for rounding in bfloat16. The second table of
-    each mode asks the same texts what every rule would gain if a drafted token cost so many one-token steps: batches
-    and other machines are not this one.
+    share of drafted tokens accepted. Texts equal those without drafts, but for rounding where the layers run in
+    PyTorch. The second table of each mode asks the same texts what every rule would gain if a drafted token cost so
+    many one-token steps: batches and other machines are not this one.
 
     Example: `entropic bench speculation --out out/speculation`
     """

@@ -14,9 +14,10 @@ logits. It has four parts; part i does F_i floating-point operations and moves B
       B = k c (L_dense / L + (L' / L) ((4 + 24/page) / b + p))
       F = 4 H D (c + 1) (L_dense + L' (1/2 + p))
 
-  with b the bits of a cached element. An 8-bit shadow of the keys is 4/b of K and V (a quarter of a 16-bit cache);
-  its 16-bit step, minimum and measured error, a triple per channel and page, are 24/(page b) of them (0.094 at 16
-  tokens and 16 bits). Scoring is half of the attention FLOPs: q.k without the values.
+  with b the bits of a cached element. An 8-bit shadow of the keys is 4/b of K and V (a quarter of a 16-bit cache), and
+  24/(page b) of them (0.094 at 16 tokens and 16 bits) is metadata: three 16-bit numbers per channel and page. The
+  engine's own shadow, read in two looks, takes less: at 16 bits, 16 tokens and D = 64, 0.176 and at most 0.125 more
+  where the first look leaves a page undecided. Scoring is half of the attention FLOPs: q.k without the values.
 
 k = 2 L H_kv D b / 8 is the KV size of a token in bytes. Part i takes::
 
@@ -39,11 +40,12 @@ whoever knows them (the metrics of a run).
 Presets. ``a100-80-llama-3-8b``: :mod:`sim.devices` says which of its numbers are assumptions. ``cpu2-smollm2-135m``:
 fitted to a 2-core AMD EPYC running this project's engine without attention: 20, 22, 40 and 157 ms for 1, 8, 64 and
 512 tokens; read bandwidth 32.9 GB/s; the model gives 20, 22.5, 37 and 153.5 ms (arithmetic and traffic add up there,
-hence o = 0). Its attention efficiency is an assumption. The engine's pruned attention on a CPU is the readable
-reference, far above any roofline: fitted to the CPU time of its steps (1 to 8 rows, 256 to 3,000 tokens each, theta
-0.02 to 0.03, within 8 ms), an iteration that prunes takes 29 ms more, and 8.5 us more per context token of the
-pruned rows. The accelerators charge nothing beyond the roofline: they describe a fused kernel. One device runs the
-whole model: no tensor parallelism.
+hence o = 0). Its attention efficiency is an assumption. Its pruning terms are those of the readable PyTorch
+attention (``engine.kernels = "torch"``), far above any roofline: fitted to the CPU time of its steps (1 to 8 rows, 256
+to 3,000 tokens each, theta 0.02 to 0.03, within 8 ms), an iteration that prunes takes 29 ms more, and 8.5 us more per
+context token of the pruned rows. The kernels in C++ are not in these numbers: ``[cost] calibrated`` charges what
+``entropic calibrate`` fits to their logs. The accelerators charge nothing beyond the roofline: they describe a fused
+kernel. One device runs the whole model: no tensor parallelism.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Where each number comes from (D data sheet, M measured by this project, A assump
   memory and power limit D. Efficiencies (0.6 of the peak in the layers, 0.3 in attention, 0.8 of the bandwidth) and
   2 ms of host work per iteration A, in the usual range of serving engines, the same for all three.
 - ``cpu2`` (2 cores of an AMD EPYC): peak, bandwidth, overlap, overhead and the terms of pruning M (:mod:`sim.cost`),
-  on this project's engine in bfloat16. Attention efficiency A.
+  on this project's engine in bfloat16, with PyTorch's layers and attention. Attention efficiency A.
 - ``cpu`` (any CPU, sized by ``cores`` and ``bandwidth``): the peak M of ``cpu2`` per core and its bandwidth per core
   up to 200 GB/s (A), the same overhead; set ``bandwidth`` to what your machine reads.
 
