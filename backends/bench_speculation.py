@@ -27,6 +27,7 @@ from backends.prompts import Prompt
 from backends.sampling import SamplingParams
 from backends.speculation_prompts import TEXT_KINDS
 from entropic_ctl import config as configs
+from entropic_ctl.errors import BadInputError
 from entropic_ctl.signals import FloatArray, StepPlan, StepResult
 
 __all__ = ["ARMS", "bench_speculation", "step_costs", "summarise"]
@@ -188,6 +189,13 @@ def bench_speculation(
     plan = list(_units(model, kinds, repeats, seed))
     most = max(int(arm["draft_tokens"]) for arm in arms.values())
     cost = step_costs(model, plan[0][-1], most=most)
+    if not np.isfinite(cost).all():
+        raise BadInputError(
+            "the context is too short for the prompts of this benchmark",
+            where=model.name,
+            value=f"max_context = {model.max_context:,}",
+            remedy="name a model with a longer context: --model DIR",
+        )
     rule = _rule_costs(cost)
     columns: dict[str, list[Any]] = {}
     seen: dict[tuple[str, str], list[tuple[float, float]]] = {}

@@ -30,7 +30,7 @@ def bench_decode(
     warmup: Annotated[int, typer.Option("--warmup", min=0, help="Untimed decode steps before them.")] = 3,
     texts: Annotated[int, typer.Option("--texts", min=1, help="Texts on which the loss is measured.")] = 2,
     positions: Annotated[int, typer.Option("--positions", min=1, help="Tokens of each text that are audited.")] = 64,
-    page_tokens: Annotated[int, typer.Option("--page-tokens", min=1, help="Tokens per KV page.")] = 32,
+    page_tokens: Annotated[int, typer.Option("--page-tokens", min=1, max=1024, help="Tokens per KV page.")] = 32,
     peers: Annotated[
         Path | None,
         typer.Option("--peers", metavar="DIR", help="Environment of `make bench-peers`; or ENTROPIC_PEERS=DIR."),

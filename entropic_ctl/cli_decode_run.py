@@ -74,7 +74,7 @@ def parse_thetas(text: str) -> list[float]:
         Naming the text if an item is no number.
     """
     try:
-        return [float(item) for item in text.split(",") if item.strip()]
+        return list(dict.fromkeys(float(item) for item in text.split(",") if item.strip()))
     except ValueError:
         raise BadInputError("not a list", where="--theta", value=text, allowed="numbers with commas between") from None
 

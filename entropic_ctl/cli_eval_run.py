@@ -27,6 +27,7 @@ _OPTIONS = {
     "positions": "--positions",
     "new_tokens": "--new-tokens",
     "needle_lengths": "--needle-length",
+    "length": "--needle-length",
     "depths": "--depth",
     "theta": "--theta",
 }

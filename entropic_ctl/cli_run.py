@@ -102,7 +102,18 @@ def with_overrides(
     if "draft_model" in drafts:
         drafts["drafter"] = "model"
     if drafts:
-        config = dataclasses.replace(config, speculation=dataclasses.replace(config.speculation, **drafts))
+        try:
+            config = dataclasses.replace(config, speculation=dataclasses.replace(config.speculation, **drafts))
+        except BadInputError as error:
+            option = {"rule": "--draft-rule", "draft_tokens": "--draft"}.get(error.field or "")
+            if option is None:
+                raise
+            raise BadInputError(
+                error.problem, where=option, value=error.value, allowed=error.allowed, remedy=error.remedy
+            ) from None
+        shaping = [o for name, o in (("rule", "--draft-rule"), ("draft_model", "--draft-model")) if name in drafts]
+        if shaping and not config.speculation.draft_tokens and "draft_tokens" not in drafts:
+            raise BadInputError("nothing is drafted", where=shaping[0], remedy="say how many tokens: --draft 4")
     return config
 
 

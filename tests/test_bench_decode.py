@@ -406,3 +406,16 @@ def test_a_peer_that_fails_leaves_the_others_in_the_table(model: LoadedModel, fi
     assert bad.failed == "out of memory"
     assert (len(bad.samples), len(good.samples[2, CONTEXT])) == (0, 2)
     assert np.isfinite(good.samples[2, CONTEXT][0].probe_s)
+
+
+@pytest.mark.parametrize(("said", "why"), [("hello", "no JSON object"), ("{}", "kv_token_bytes"), ("[]", "no JSON")])
+def test_a_peer_that_does_not_speak_the_protocol_is_no_peer(tmp_path: Path, said: str, why: str) -> None:
+    script = tmp_path / "odd.py"
+    script.write_text(f"print({said!r})")
+    with pytest.raises(launch.PeerError, match=why):
+        launch.Peer("toy", Path(sys.executable), str(script), [])
+
+
+def test_sizes_of_the_command_are_checked_before_work() -> None:
+    assert parse_thetas("0.05,0.05,0.02") == [0.05, 0.02]
+    assert entropic("bench", "decode", "--no-peers", "--page-tokens", 5000, "--model", "none")[2].count("1024") == 1

@@ -125,3 +125,31 @@ def test_a_certificate_opens_generation_and_a_refuted_gain_does_not(model: Path,
         assert out == "" or status == 0
     assert "the nearest certified gain is " in err
     assert generate(model, *asked[:-2], "--uncertified")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--draft-rule", "entropy"), "--draft-rule: nothing is drafted"),
+        (("--draft-model", "x"), "--draft-model: nothing is drafted"),
+        (("--draft", 2, "--draft-rule", "bogus"), "--draft-rule: not one of the choices"),
+    ],
+)
+def test_draft_options_that_cannot_act_are_refused(model: Path, options: tuple[object, ...], said: str) -> None:
+    status, out, err = generate(model, "--prompt", "hello", *options)
+    assert (status, out) == (2, "")
+    assert said in err
+
+
+def test_the_speculation_benchmark_says_that_a_context_is_too_short(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "short", max_position_embeddings=64)
+    status, _, err = entropic("bench", "speculation", "--model", tmp_path / "short")
+    assert status == 2
+    assert "too short" in err
+
+
+def test_a_needle_without_room_names_the_option(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    status, _, err = entropic("eval", "--model", model, "--task", "needle", "--needle-length", 10, "--out", out)
+    assert (status, out.exists()) == (2, False)
+    assert "--needle-length: no room" in err

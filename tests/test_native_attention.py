@@ -399,3 +399,31 @@ def test_reference_bounds_hold_the_truth_in_both_looks_for_the_shapes_of_the_ker
                 lower, upper = page_bounds(cache, 0, table, query, scene.scoring, coarse=coarse)
                 assert (lower <= true).all()
                 assert (true <= upper).all()
+
+
+def broken_cache(folder):
+    (folder / "file").write_text("")
+    return {"ENTROPIC_CACHE": str(folder / "file")}
+
+
+def broken_compiler(folder):
+    (folder / "cxx").write_text("no program")
+    (folder / "cxx").chmod(0o755)
+    return {"ENTROPIC_CACHE": str(folder), "CXX": str(folder / "cxx")}
+
+
+def silent_compiler(folder):
+    (folder / "cxx").write_text("#!/bin/sh\n")
+    (folder / "cxx").chmod(0o755)
+    return {"ENTROPIC_CACHE": str(folder), "CXX": str(folder / "cxx")}
+
+
+@pytest.mark.parametrize("broken", [broken_cache, broken_compiler, silent_compiler])
+def test_whatever_keeps_the_kernels_from_being_built_is_said(broken, tmp_path, monkeypatch):
+    for name, value in broken(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    native.library.cache_clear()
+    try:
+        assert "ENTROPIC_CACHE" in native.reason_unavailable()
+    finally:
+        native.library.cache_clear()

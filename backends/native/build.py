@@ -83,15 +83,7 @@ def _build(target: Path, compiler: str) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-@functools.cache
-def library() -> ctypes.CDLL:
-    """Return the compiled kernels, building them on first use (some seconds).
-
-    Raises
-    ------
-    NativeUnavailableError
-        Without a C++ compiler, or where it fails.
-    """
+def _load() -> ctypes.CDLL:
     compiler = _compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     digest = hashlib.sha256("\0".join([*_FLAGS, compiler, version, _processor()]).encode())
@@ -101,6 +93,25 @@ def library() -> ctypes.CDLL:
     if not target.exists():
         _build(target, compiler)
     return ctypes.CDLL(str(target))
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Return the compiled kernels, building them on first use (some seconds).
+
+    Raises
+    ------
+    NativeUnavailableError
+        Without a C++ compiler, where it fails, or where the cache cannot hold what it made.
+    """
+    try:
+        return _load()
+    except OSError as error:
+        raise NativeUnavailableError(
+            f"the C++ kernels cannot be built or loaded: {error} (cache folder {cache_dir()}): set CXX to a C++ "
+            "compiler and ENTROPIC_CACHE to a folder that can be written, or run the PyTorch attention with "
+            "engine.kernels = 'torch'"
+        ) from None
 
 
 def reason_unavailable() -> str | None:

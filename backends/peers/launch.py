@@ -109,7 +109,7 @@ class Peer:
             env=environment,
         )
         try:
-            self.greeting = self._answer()
+            self.greeting = self._answer("version", "weight_bytes", "kv_token_bytes")
         except BaseException:
             self.close()
             raise
@@ -170,12 +170,19 @@ class Peer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, kind)
 
-    def _answer(self) -> dict[str, Any]:
+    def _answer(self, *keys: str) -> dict[str, Any]:
         line = cast("IO[str]", self._process.stdout).readline()
         if not line:
             self._process.wait()
             self._said.seek(0)
             said = [text.strip() for text in self._said if text.strip()]
             raise PeerError(f"{self.name} ended: {said[-1] if said else 'it said nothing'}")
-        answer: dict[str, Any] = json.loads(line)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise PeerError(f"{self.name} said no JSON object: {line.strip()[:200]!r}")
+        if absent := [key for key in keys if key not in answer]:
+            raise PeerError(f"{self.name} did not say its {', '.join(absent)}")
         return answer
