@@ -173,7 +173,7 @@ def peer_arms(
                 if not Path(folder).is_dir():
                     state |= {"state": "no Hugging Face folder of this model", "remedy": "pass --model DIR"}
                     continue
-                room = context + steps + warmup + 16
+                room = min(context + steps + warmup + 16 + -(-batch * context // 1024), model.max_context)
                 script = "vllm_peer.py"
                 arguments = ["--model", folder, "--batch", str(batch), "--context", str(room)]
             say(f"starting {name}")

@@ -56,14 +56,16 @@ def main() -> None:
     numbers = itertools.count()
 
     def measure(batch: int, context: int, steps: int, warmup: int) -> list[float]:
-        sampling = vllm.SamplingParams(temperature=1.0, max_tokens=steps + warmup + 8, ignore_eos=True, detokenize=True)
+        # rows that are prefilled first decode while the others are: at least 1,024 prompt tokens per step
+        most = min(steps + warmup + 8 + -(-batch * context // 1024), asked.context - context - 1)
+        sampling = vllm.SamplingParams(temperature=1.0, max_tokens=most, ignore_eos=True, detokenize=True)
         run = next(numbers)
         for row in range(batch):
             prompt = {"prompt_token_ids": text[row : row + context]}
             engine.add_request(f"{run}-{row}", prompt, sampling)
         lengths: dict[str, int] = {}
         times: list[float] = []
-        while engine.has_unfinished_requests():
+        while engine.has_unfinished_requests() and len(times) < warmup + steps:
             start = time.perf_counter()
             outputs = engine.step()
             passed = 1e3 * (time.perf_counter() - start)
@@ -72,6 +74,9 @@ def main() -> None:
                 times.append(passed)
             for output in outputs:
                 lengths[output.request_id] = len(output.outputs[0].token_ids)
+        engine.abort_request([f"{run}-{row}" for row in range(batch)])
+        while engine.has_unfinished_requests():
+            engine.step()
         return times[warmup : warmup + steps]
 
     weights = sum(file.stat().st_size for file in Path(asked.model).glob("*.safetensors"))
