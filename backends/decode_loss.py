@@ -79,17 +79,18 @@ def decode_text(
     pages = range(-(-len(tokens) // page_tokens))
     found = {theta: Losses() for theta in thetas}
     for context in range(prefix, len(tokens)):
-        plan = single_row_plan(context, 1, pages)
-        dense = run(PagedBatch.from_plan(plan, cache, rule), ids[context : context + 1])
+        plan, token, logits = single_row_plan(context, 1, pages), ids[context : context + 1], {}
         for theta, losses in found.items():
             batch = PagedBatch.from_plan(plan._replace(theta_nats=np.array([theta])), cache, rule)
             batch.audit = masses and (context - prefix) % _AUDIT_EVERY == 0
-            losses.kl.append(float(kl_nats(run(batch, ids[context : context + 1]), dense)[0]))
+            logits[theta] = run(batch, token)
             losses.lost += [a.true_mass for a in batch.audits]
             losses.certified += [a.certified_mass for a in batch.audits]
         batch = PagedBatch.from_plan(plan, cache, rule)
-        run(batch, ids[context : context + 1])  # what later tokens see is dense
+        dense = run(batch, token)  # last: what later tokens see is dense
         cache.seal(batch)
+        for theta, losses in found.items():
+            losses.kl.append(float(kl_nats(logits[theta], dense)[0]))
     return found
 
 

@@ -46,13 +46,6 @@ inline void fetch_row(const T* row, int dim) {
   for (int b = 0; b < dim * static_cast<int>(sizeof(T)); b += 64) prefetch(reinterpret_cast<const char*>(row) + b);
 }
 
-inline Vec cap(Vec s, float limit) {
-  alignas(64) float x[16];
-  store(x, s);
-  for (float& y : x) y = limit * std::tanh(y / limit);
-  return load(x);
-}
-
 // Scaled scores of a page's tokens for head g, padded to 16; -inf outside begin .. end - 1.
 template <class T>
 void page_scores(const T* k, int dim, const Segment& segment, const Query& query, int g, float* out, const T* next) {

@@ -73,13 +73,6 @@ inline void plane_dots(const void* plane, int groups, const int16_t (*qw)[kWide]
   }
 }
 
-inline Vec capped(Vec s, float limit) {
-  alignas(64) float x[16];
-  store(x, s);
-  for (float& y : x) y = limit * std::tanh(y / limit);
-  return load(x);
-}
-
 // Up to 16 pages, heads g0 .. g0 + G - 1. `which` maps to positions in `pages` and in the bounds' arrays.
 template <int G, bool Fine>
 void score_batch(const Pool& pool, const Record& shape, int head, const int64_t* pages, const int32_t* which, int n,
@@ -155,7 +148,7 @@ void score_batch(const Pool& pool, const Record& shape, int head, const int64_t*
       Vec total = zero();
       for (int block = 0; block < shape.blocks; ++block) {
         Vec s = fma(to_floats(load_ints(dots + 16 * block)), set(factor[g][i]), set(offset[g][i]));
-        if (query.softcap > 0) s = capped(s, query.softcap);
+        if (query.softcap > 0) s = cap(s, query.softcap);
         s = s - set(reference[g0 + g]);
         s = Fine ? exp(s) : exp2_above(s * set(kLog2e));
         const int tokens = pool.page - 16 * block;

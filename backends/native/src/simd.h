@@ -344,4 +344,11 @@ inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 #endif
 
+inline Vec cap(Vec s, float limit) {  // limit tanh(s / limit)
+  alignas(64) float x[16];
+  store(x, s);
+  for (float& y : x) y = limit * std::tanh(y / limit);
+  return load(x);
+}
+
 }  // namespace simd
