@@ -2,7 +2,8 @@
 
 transformers runs a layer as some forty small operations; here a layer is one call before its attention and one after,
 over the same packed tokens and the same paged attention (:meth:`FusedDecoder.run` stands in for
-:meth:`backends.attention.PagedBatch.run`). Results are rounded to the model's dtype where transformers rounds them.
+:meth:`backends.attention.PagedBatch.run`). Where the attention is in C++ too and nobody looks into it, a whole pass is
+one call. Results are rounded to the model's dtype where transformers rounds them.
 
 Weights are neither copied into another format nor held twice: the C++ reads rows as the model stores them. A large
 model's parameters are moved once into one block of memory, aligned and in large pages (weights read from a
@@ -25,8 +26,11 @@ from torch import Tensor
 from backends import decoder_abi as abi
 from backends import native
 from backends.attention import PagedBatch, paged_attention
+from backends.attention.decoding import run_layers, runs_at_once
+from backends.attention.forward import layer_rule
 from backends.decoder_layout import Layout, NotCoveredError, read
 from backends.decoder_witness import distance, plain_attention, witness
+from backends.native import LayerRule
 from backends.weight_block import gather
 from entropic_ctl.errors import BadInputError
 
@@ -34,6 +38,7 @@ __all__ = ["FusedDecoder", "Runner", "runner"]
 
 Runner = Callable[[PagedBatch, Tensor], Tensor]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Walk = Callable[[abi.Step, Tensor, Tensor], None]  # (step, queries (T, H, D), attention's outputs (T, H, D))
 
 _ANGLES_FIXED = {"default", "linear", "llama3", "yarn"}  # rotary types whose angles depend on the position only
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of the root mean square, against the model's own forward
@@ -57,6 +62,7 @@ class FusedDecoder:
         self._heads, self._kv_heads = first["q"][0].shape[0] // self._dim, first["k"][0].shape[0] // self._dim
         self._hidden, self._inner = first["q"][0].shape[1], first["gate"][0].shape[0]
         self._options: list[dict[str, Any]] = []
+        self._rules: list[LayerRule] = []
         self._tables: tuple[list[Tensor], list[Tensor]] | None = None
         types = getattr(layout.rotary, "rope_type", None)
         self._fixed = set(types.values() if isinstance(types, dict) else [types]) <= _ANGLES_FIXED
@@ -103,6 +109,14 @@ class FusedDecoder:
         float32 tensor, shape (M, n)
             Raw logits of the sampling rows, in row order, with values of the model's dtype.
         """
+        cache = batch.cache
+        fits = (cache.n_layers, cache.n_kv_heads, cache.head_dim) == (len(self._rules), self._kv_heads, self._dim)
+        if fits and runs_at_once(batch, self._layout.dtype):
+
+            def at_once(step: abi.Step, query: Tensor, out: Tensor) -> None:
+                run_layers(batch, self._rules, query.transpose(0, 1), out, self._model, step)
+
+            return self._pass(tokens, batch.positions, batch.last_index, at_once)
         modules, options = [parts.attention for parts in self._layout.layers], self._options
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -111,6 +125,22 @@ class FusedDecoder:
         return self._forward(tokens, batch.positions, batch.last_index, attend)
 
     def _forward(self, tokens: Tensor, positions: Tensor, last: Tensor, attend: Attend) -> Tensor:
+        """Run the layers one by one, with an attention in between."""
+
+        def walk(step: abi.Step, query: Tensor, out: Tensor) -> None:
+            n = out.shape[0]
+            parts = [part[:n].transpose(0, 1)[None] for part in (query, self._k, self._v)]
+            model, state, threads = ctypes.byref(self._model), ctypes.byref(step), torch.get_num_threads()
+            advance = self._library.entropic_decoder_advance
+            for layer in range(len(self._layout.layers)):
+                advance(model, state, ctypes.c_int64(layer), threads)
+                got = attend(layer, *parts).contiguous()
+                step.attention = got.data_ptr()
+            advance(model, state, ctypes.c_int64(len(self._layout.layers)), threads)
+
+        return self._pass(tokens, positions, last, walk)
+
+    def _pass(self, tokens: Tensor, positions: Tensor, last: Tensor, walk: Walk) -> Tensor:
         n = tokens.numel()
         self._make_room(n)
         angles, cos, sin = self._angles(positions)
@@ -124,16 +154,9 @@ class FusedDecoder:
             cos=(ctypes.c_void_p * 2)(*(table.data_ptr() for table in cos)),
             sin=(ctypes.c_void_p * 2)(*(table.data_ptr() for table in sin)),
             logits=abi.address(logits),
-            **{name: abi.address(getattr(self, f"_{name}")) for name in ("x", "h", "q", "k", "v", "mlp")},
+            **{name: abi.address(getattr(self, f"_{name}")) for name in ("x", "h", "q", "k", "v", "mlp", "attention")},
         )
-        query, key, value = (part[:n].transpose(0, 1)[None] for part in (self._q, self._k, self._v))
-        model, state, threads = ctypes.byref(self._model), ctypes.byref(step), torch.get_num_threads()
-        advance = self._library.entropic_decoder_advance
-        for layer in range(len(self._layout.layers)):
-            advance(model, state, ctypes.c_int64(layer), threads)
-            out = attend(layer, query, key, value).contiguous()
-            step.attention = out.data_ptr()
-        advance(model, state, ctypes.c_int64(len(self._layout.layers)), threads)
+        walk(step, self._q[:n], self._attention[:n])
         if self._layout.softcap is not None:
             logits = logits.to(self._layout.dtype)
             logits = (torch.tanh(logits / self._layout.softcap) * self._layout.softcap).float()
@@ -143,12 +166,13 @@ class FusedDecoder:
         if n <= self._room:
             return
         self._room = n
-        self._x, self._h, self._mlp, self._q, self._k, self._v = (
+        self._x, self._h, self._mlp, self._q, self._attention, self._k, self._v = (
             torch.empty(n, *shape, dtype=self._layout.dtype)
             for shape in (
                 (self._hidden,),
                 (self._hidden,),
                 (self._inner,),
+                (self._heads, self._dim),
                 (self._heads, self._dim),
                 (self._kv_heads, self._dim),
                 (self._kv_heads, self._dim),
@@ -236,6 +260,7 @@ class FusedDecoder:
         if [int(call.module.layer_idx) for call in theirs] != list(range(len(self._layout.layers))):
             raise NotCoveredError("its layers do not call the attention once each, in order")
         self._options = [call.options for call in theirs]
+        self._rules = [layer_rule(self._dim, **options) for options in self._options]
         tolerance = _TOLERANCE[self._layout.dtype]
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -304,7 +304,7 @@ class PagedBatch:
     def record_pages(
         self, mass: FloatArray, pages: FloatArray, low_planes: IntArray, output_error: FloatArray | None
     ) -> None:
-        """Account for one pruned layer by pages: as :meth:`record_pruned`, ``pages`` (n,) read, mean over KV heads."""
+        """Account for pruned layers by pages: as :meth:`record_pruned`, ``pages`` (L, n) read, mean over KV heads."""
         mine = [row for row in self.rows if row.theta_nats > 0.0]
         total = np.array([row.pages.shape[0] for row in mine])
         read = np.array([row.length for row in mine]) - self.cache.page_tokens * (total - pages)
@@ -321,8 +321,10 @@ class PagedBatch:
         mass, read, fine = (
             flat.reshape(part.shape) for flat, part in zip(np.split(host, widths, axis=1), parts, strict=True)
         )
-        for i, layer in enumerate(layers):
-            self.record_pages(mass[i], read[i].mean(axis=1), fine[i].sum(axis=1).astype(np.int64), layer.output_error)
+        errors = [layer.output_error for layer in layers if layer.output_error is not None]
+        self.record_pages(
+            mass, read.mean(axis=2), fine.sum(axis=2).astype(np.int64), np.stack(errors) if errors else None
+        )
 
     def record_pruned(
         self,
@@ -332,22 +334,22 @@ class PagedBatch:
         low_planes: IntArray,
         output_error: FloatArray | None,
     ) -> None:
-        """Account for one pruned layer of all rows in :attr:`pruned`.
+        """Account for L pruned layers of all n rows in :attr:`pruned`.
 
-        ``kept`` (n,) share of (KV head, page) pairs read, ``mass`` (n, H), ``read_tokens`` (n,) tokens whose K and V
-        were read, mean over KV heads, ``low_planes`` (n,) low planes read, all KV heads, ``output_error`` (n,).
+        ``kept`` (L, n) share of (KV head, page) pairs read, ``mass`` (L, n, H), ``read_tokens`` (L, n) tokens whose K
+        and V were read, mean over KV heads, ``low_planes`` (L, n) read, all KV heads, ``output_error`` (L, n).
         """
         index = [r for r, row in enumerate(self.rows) if row.theta_nats > 0.0]
         candidates = sum(row.free.shape[0] for row in self.rows)
         per_page = self.cache.score_page_bytes + (self.cache.value_page_bytes if output_error is not None else 0)
-        self._bytes += float(read_tokens.sum()) * self.cache.token_bytes + candidates * per_page
+        self._bytes += float(read_tokens.sum()) * self.cache.token_bytes + mass.shape[0] * candidates * per_page
         self._bytes += int(low_planes.sum()) * self.cache.low_page_bytes
-        self._kept[index] += kept
-        self._layers[index] += 1
-        self._mass_sum[index] += mass.mean(axis=1)
-        self._mass_max[index] = np.maximum(self._mass_max[index], mass.max(axis=1))
+        self._kept[index] += kept.sum(axis=0)
+        self._layers[index] += mass.shape[0]
+        self._mass_sum[index] += mass.mean(axis=2).sum(axis=0)
+        self._mass_max[index] = np.maximum(self._mass_max[index], mass.max(axis=(0, 2)))
         if output_error is not None:
-            self._error_max[index] = np.maximum(self._error_max[index], output_error)
+            self._error_max[index] = np.maximum(self._error_max[index], output_error.max(axis=0))
 
     def statistics(self) -> AttentionStatistics:
         """Return what has been recorded since construction; call it after the forward pass.

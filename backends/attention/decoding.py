@@ -6,6 +6,8 @@ layer measured stays on the device until ``PagedBatch.statistics`` asks for it.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +17,10 @@ import torch
 from backends.attention.batch import LayerMeasure, PagedBatch
 from backends.attention.pruned import audit_rows, output_errors
 from backends.attention.reference import Scoring
-from backends.native import AttendRows, attend
+from backends.native import AttendRows, LayerRule, StepAttention, attend
 from entropic_ctl.signals import FloatArray, IntArray
 
-__all__ = ["decode_rows", "decodes_together"]
+__all__ = ["decode_rows", "decodes_together", "run_layers", "runs_at_once"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -94,7 +96,46 @@ def _native(
         mass, error = result.mass[pruned], None
         if result.kept is not None:
             error = _details(paged, layer, query, out, scoring, kept=result.kept[pruned] != 0, mass=mass)
-        paged.record_pages(mass, result.read[pruned].mean(axis=1), result.fine[pruned].sum(axis=1), error)
+        read, fine = result.read[pruned].mean(axis=1), result.fine[pruned].sum(axis=1)
+        paged.record_pages(mass[None], read[None], fine[None], None if error is None else error[None])
+
+
+def runs_at_once(paged: PagedBatch, dtype: torch.dtype) -> bool:
+    """Return whether the C++ decoder may attend by itself in all layers: nothing is asked that only Python does."""
+    cache = paged.cache
+    plain = not (paged.audit or paged.want_output_error)
+    return plain and cache.kernels == "native" and cache.dtype == dtype and decodes_together(paged, dtype)
+
+
+def run_layers(
+    paged: PagedBatch,
+    rules: Sequence[LayerRule],
+    query: torch.Tensor,
+    out: torch.Tensor,
+    model: ctypes.Structure,
+    step: ctypes.Structure,
+) -> None:
+    """Run a whole pass in C++, attention included; statistics go to ``paged``.
+
+    Parameters
+    ----------
+    rules : sequence of LayerRule
+        One per layer; which of them prune is set here.
+    query, out, model, step
+        As :class:`backends.native.StepAttention` takes them.
+    """
+    first = paged.pruning.dense_layers
+    rules = [rule._replace(prunes=i >= first and rule.window is None) for i, rule in enumerate(rules)]
+    rows = paged.packed
+    attention = StepAttention(
+        paged.cache, query, out, rows, rules, paged.page, paged.offset, sink_tokens=paged.sink_tokens
+    )
+    attention.run(model, step)
+    paged.record_dense(sum(paged.dense_tokens(rows, rule.window, prunes=rule.prunes) for rule in rules))
+    if attention.found is not None:
+        at = np.ix_([rule.prunes for rule in rules], rows.theta_nats > 0)
+        mass, read, fine = (x[at] for x in (attention.found.mass, attention.found.read, attention.found.fine))
+        paged.record_pages(mass, read.mean(axis=2), fine.sum(axis=2), None)
 
 
 class _DeviceRows(NamedTuple):

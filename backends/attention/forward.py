@@ -12,10 +12,11 @@ from backends.attention.decoding import decode_rows, decodes_together
 from backends.attention.pruned import pruned_decode
 from backends.attention.reference import Scoring, State, attend, visible, window_pages, with_sink
 from backends.attention.rows import Row
+from backends.native import LayerRule
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.select import heads_per_group
 
-__all__ = ["NAME", "gather", "paged_attention", "register"]
+__all__ = ["NAME", "gather", "layer_rule", "paged_attention", "register"]
 
 NAME = "entropic_paged"
 
@@ -121,6 +122,22 @@ def paged_attention(
         at = paged.pruned.tokens
         out[at] = pruned_decode(paged, layer, query[0].transpose(0, 1)[at], scoring, s_aux=s_aux)
     return out[..., :value_dim].unsqueeze(0), None
+
+
+def layer_rule(
+    head_dim: int,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> LayerRule:
+    """Return what a layer asks of its attention, from the keywords that :func:`paged_attention` is called with."""
+    _refuse(None, dropout, kwargs)
+    sinks = None if s_aux is None else s_aux.detach().to("cpu", torch.float32).contiguous()
+    return LayerRule(head_dim**-0.5 if scaling is None else float(scaling), softcap, sliding_window, sinks)
 
 
 def _refuse(attention_mask: torch.Tensor | None, dropout: float, kwargs: dict[str, Any]) -> None:

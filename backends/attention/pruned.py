@@ -175,7 +175,7 @@ def pruned_decode(
     error = (
         output_errors(paged, layer, state.out.flatten(1, 2), kept=kept, mass=mass) if paged.want_output_error else None
     )
-    paged.record_pruned(share, mass, read, fine, error)
+    paged.record_pruned(share[None], mass[None], read[None], fine[None], None if error is None else error[None])
     if paged.audit:
         audit_rows(paged, layer, query, scoring, kept=kept, mass=mass)
     return state.out.reshape(n, n_heads, dim).to(query.dtype)

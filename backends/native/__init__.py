@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from backends.native.build import NativeUnavailableError, library, reason_unavailable
 from backends.native.paged import MAX_HEAD_DIM, AttendResult, AttendRows, attend, seal, write
+from backends.native.step import LayerRule, StepAttention
 
 __all__ = [
     "MAX_HEAD_DIM",
     "AttendResult",
     "AttendRows",
+    "LayerRule",
     "NativeUnavailableError",
+    "StepAttention",
     "attend",
     "library",
     "reason_unavailable",

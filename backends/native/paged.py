@@ -20,7 +20,18 @@ if TYPE_CHECKING:
     from backends.kv_cache import PagedKVCache
     from entropic_ctl.signals import FloatArray, IntArray
 
-__all__ = ["MAX_HEAD_DIM", "AttendResult", "AttendRows", "attend", "seal", "write"]
+__all__ = [
+    "MAX_HEAD_DIM",
+    "AttendResult",
+    "AttendRows",
+    "Pool",
+    "Work",
+    "attend",
+    "layer_pool",
+    "seal",
+    "work_of",
+    "write",
+]
 
 MAX_HEAD_DIM = 256
 """Widest head the kernels hold."""
@@ -29,7 +40,9 @@ _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _POINTERS = "out token length span table theta candidate sinks mass read fine kept lse"
 
 
-class _Pool(ctypes.Structure):
+class Pool(ctypes.Structure):
+    """One layer of a cache."""
+
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("k", "v", "record", "low")),
         ("record_bytes", ctypes.c_int64),
@@ -37,7 +50,9 @@ class _Pool(ctypes.Structure):
     )
 
 
-class _Work(ctypes.Structure):
+class Work(ctypes.Structure):
+    """The rows of one step in one layer, and where their results go."""
+
     _fields_ = (
         ("query", ctypes.c_void_p),
         ("query_token", ctypes.c_int64),
@@ -55,13 +70,14 @@ def _layer(pool: torch.Tensor, layer: int) -> int:
     return place
 
 
-def _pool(cache: PagedKVCache, layer: int, *, shadow: bool) -> _Pool:
+def layer_pool(cache: PagedKVCache, layer: int, *, shadow: bool) -> Pool:
+    """Describe one layer of a cache, with its shadow or without."""
     record = low = None
     size = 0
     if shadow:
         record, low = _layer(cache.shadow.record, layer), _layer(cache.shadow.low, layer)
         size = cache.shadow.record.shape[-1]
-    return _Pool(
+    return Pool(
         _layer(cache.k, layer),
         _layer(cache.v, layer),
         record,
@@ -118,7 +134,7 @@ def seal(cache: PagedKVCache, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.bo
     ids, good = np.ascontiguousarray(pages, np.int64), np.zeros(pages.shape[0], np.uint8)
     shadow, at = cache.shadow, ctypes.c_void_p
     library().entropic_seal(
-        ctypes.byref(_pool(cache, 0, shadow=True)),
+        ctypes.byref(layer_pool(cache, 0, shadow=True)),
         ctypes.c_int64(cache.n_layers),
         ctypes.c_int64(cache.n_pages),
         at(ids.ctypes.data),
@@ -175,6 +191,8 @@ class AttendRows:
 class AttendResult:
     """What one layer read and lost, rows in the order of :class:`AttendRows`; entries of exact rows are 0.
 
+    Of a whole step, the arrays have a leading axis of layers, and neither ``kept`` nor ``lse`` is there.
+
     Parameters
     ----------
     mass : FloatArray, shape (n, H)
@@ -182,14 +200,14 @@ class AttendResult:
     read, fine : int32 array, shape (n, n_kv_heads)
         Pages whose K and V were read; pages whose low plane was.
     kept : uint8 array, shape (n, n_kv_heads, P), or None
-    lse : float32 array, shape (n, H)
+    lse : float32 array, shape (n, H), or None
     """
 
     mass: FloatArray
     read: npt.NDArray[np.int32]
     fine: npt.NDArray[np.int32]
-    kept: npt.NDArray[np.uint8] | None
-    lse: npt.NDArray[np.float32]
+    kept: npt.NDArray[np.uint8] | None = None
+    lse: npt.NDArray[np.float32] | None = None
 
     def addresses(self) -> tuple[int | None, ...]:
         """Where the arrays lie, in the order of the fields."""
@@ -237,14 +255,33 @@ def attend(
     n, heads = rows.length.shape[0], cache.n_kv_heads
     n_heads, pages = query.shape[0], rows.table.shape[1]
     prunes = prunes and rows.prunes
-    token, length, span, table, budget, nothing, candidate = rows.addresses
     found = None
     if prunes or want_kept:
         kept = np.zeros((n, heads, pages), np.uint8) if want_kept else None
         read, fine = np.zeros((2, n, heads), np.int32)
         found = AttendResult(np.zeros((n, n_heads)), read, fine, kept, np.empty((n, n_heads), np.float32))
     logits = None if sinks is None else sinks.detach().to("cpu", torch.float32).contiguous()
-    work = _Work(
+    work = work_of(cache, query, out, rows, found, sink_tokens=sink_tokens, prunes=prunes)
+    work.sinks = None if logits is None else logits.data_ptr()
+    work.window, work.scale, work.softcap = window or 0, scoring.scale, scoring.softcap or 0.0
+    pool = layer_pool(cache, layer, shadow=prunes)
+    library().entropic_attend(ctypes.byref(pool), ctypes.byref(work))
+    return found
+
+
+def work_of(
+    cache: PagedKVCache,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    rows: AttendRows,
+    found: AttendResult | None,
+    *,
+    sink_tokens: int,
+    prunes: bool,
+) -> Work:
+    """Describe the work of one layer, its scale, window and sink logits left to set; arguments as :func:`attend`'s."""
+    token, length, span, table, budget, nothing, candidate = rows.addresses
+    return Work(
         query.data_ptr(),
         query.stride(1),
         query.stride(0),
@@ -255,18 +292,15 @@ def attend(
         table,
         budget if prunes else nothing,
         candidate,
-        None if logits is None else logits.data_ptr(),
+        None,
         *((None,) * 5 if found is None else found.addresses()),
-        pages,
-        n,
-        n_heads // heads,
+        rows.table.shape[1],
+        rows.length.shape[0],
+        query.shape[0] // cache.n_kv_heads,
         _DTYPES[query.dtype],
-        window or 0,
+        0,
         sink_tokens,
         torch.get_num_threads(),
-        scoring.scale,
-        scoring.softcap or 0.0,
+        0.0,
+        0.0,
     )
-    pool = _pool(cache, layer, shadow=prunes)
-    library().entropic_attend(ctypes.byref(pool), ctypes.byref(work))
-    return found

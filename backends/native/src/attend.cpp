@@ -7,7 +7,7 @@
 namespace attention {
 namespace {
 
-constexpr int kAhead = 4;  // pages
+constexpr int kAhead = 1;  // pages
 
 template <class T>
 void attend_typed(const Pool& pool, int head, const Segment* segments, int64_t count, const Query& query, State* state,

@@ -1,5 +1,6 @@
 // Attention over the paged cache: shared types. See backends/native/paged.py for the Python side.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -102,6 +103,24 @@ void prefill(const Pool& pool, const Work& work, int64_t row, int head, int64_t 
 // Largest Euclidean norm of a key among the segments' tokens.
 double key_norm(const Pool& pool, int head, const Segment* segments, int64_t count);
 
+// Memory that will be read soon, fetched a few lines at a time between other work.
+struct Ahead {
+  std::vector<const char*> block;
+  int64_t lines = 1, at = 0, each = 0;  // cache lines of a block; fetched so far, in all blocks; per call of `some`
+  void reset(int64_t block_bytes) { block.clear(), lines = (block_bytes + 63) / 64, at = each = 0; }
+  void spread(int64_t calls) {  // over so many calls of `some`
+    each = calls == 0 ? 0 : (static_cast<int64_t>(block.size()) * lines + calls - 1) / calls;
+  }
+  void some() {
+    const int64_t end = std::min<int64_t>(at + each, static_cast<int64_t>(block.size()) * lines);
+    while (at < end) {
+      const int64_t b = at / lines, from = at - b * lines, to = std::min(lines, end - b * lines);
+      for (int64_t i = from; i < to; ++i) simd::prefetch(block[b] + 64 * i);
+      at += to - from;
+    }
+  }
+};
+
 // What the shadow says of one (row, KV head)'s candidate pages; arrays are (group, capacity).
 struct Bounds {
   int64_t count = 0, capacity = 0;
@@ -116,7 +135,7 @@ struct Bounds {
 void score_high(const Pool& pool, int head, const int64_t* pages, const std::vector<int32_t>& which, const Query& query,
                 const float* reference, Bounds* bounds);
 void score_low(const Pool& pool, int head, const int64_t* pages, const std::vector<int32_t>& which, const Query& query,
-               const float* reference, Bounds* bounds);
+               const float* reference, Bounds* bounds, Ahead* ahead);
 
 // Which pages one query head may drop: ascending by upper bound (ties by place) while
 //   spent + sum of upper <= f (base + sum of lower of the others).

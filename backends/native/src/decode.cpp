@@ -49,6 +49,7 @@ struct Scratch {  // one per thread
   std::vector<int32_t> place, unsure, votes;
   std::vector<uint8_t> out;
   Dropper dropper;
+  Ahead ahead;
 };
 
 float* lse_of(const Work& w, const Pool& pool, int64_t row) {
@@ -129,17 +130,31 @@ void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) 
     }
     for (int g = 0; g < group; ++g) dropped[g] = voted_sum(&b.upper[g * b.capacity], s->votes, b.capacity, group);
 
-    score_low(pool, head, s->pages.data(), s->unsure, s->query, reference.data(), &b);
     const int64_t left = static_cast<int64_t>(s->unsure.size()), wide = padded(static_cast<int>(left), 16);
     s->upper.assign(wide * group, 0.0f), s->lower.assign(wide * group, 0.0f);
-    s->votes.assign(wide, 0);
-    for (int g = 0; g < group; ++g) {
-      for (int64_t i = 0; i < left; ++i) {
-        s->upper[g * wide + i] = b.upper[g * b.capacity + s->unsure[i]];
-        s->lower[g * wide + i] = b.lower[g * b.capacity + s->unsure[i]];
-      }
-      s->dropper.vote(&s->upper[g * wide], &s->lower[g * wide], left, dropped[g], base[g], budget, s->votes.data());
-    }
+    const auto gather = [&](const std::vector<float>& from, std::vector<float>* to) {
+      for (int g = 0; g < group; ++g)
+        for (int64_t i = 0; i < left; ++i) (*to)[g * wide + i] = from[g * b.capacity + s->unsure[i]];
+    };
+    const auto vote = [&](const float* upper, const float* lower) {
+      s->votes.assign(wide, 0);
+      for (int g = 0; g < group; ++g)
+        s->dropper.vote(upper + g * wide, lower + g * wide, left, dropped[g], base[g], budget, s->votes.data());
+    };
+    // What the second look will likely keep is fetched while it goes on.
+    gather(b.mass, &s->upper);
+    vote(s->upper.data(), s->upper.data());
+    const int64_t block = static_cast<int64_t>(pool.page) * dim * (pool.dtype == kFloat ? 4 : 2);
+    s->ahead.reset(block);
+    for (const void* base_of : {pool.k, pool.v})
+      for (int64_t i = 0; i < left; ++i)
+        if (s->votes[i] != group)
+          s->ahead.block.push_back(static_cast<const char*>(base_of) + (s->pages[s->unsure[i]] * pool.heads + head) * block);
+    s->ahead.spread(left);
+
+    score_low(pool, head, s->pages.data(), s->unsure, s->query, reference.data(), &b, &s->ahead);
+    gather(b.upper, &s->upper), gather(b.lower, &s->lower);
+    vote(s->upper.data(), s->lower.data());
     for (int g = 0; g < group; ++g) dropped[g] += voted_sum(&s->upper[g * wide], s->votes, wide, group);
     for (int64_t i = 0; i < left; ++i) s->out[s->unsure[i]] = s->votes[i] == group;
 

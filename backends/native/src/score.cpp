@@ -56,27 +56,30 @@ inline void weigh(const int16_t* w, const int16_t* q16, int width, int16_t* qw, 
 #endif
 }
 
+// Two chains of additions per head: one alone would wait for each product.
 template <int G>
 inline void plane_dots(const void* plane, int groups, const int16_t (*qw)[kWide], Ints acc[G]) {
   const uint8_t* p = static_cast<const uint8_t*>(plane);
-  for (int g = 0; g < G; ++g) acc[g] = int_zero();
+  Ints more[G];
+  for (int g = 0; g < G; ++g) acc[g] = more[g] = int_zero();
   for (int d8 = 0; d8 < groups; ++d8) {
     const Ints x = load_ints(p + 64 * d8);
     const Ints n0 = nibbles<0>(x), n1 = nibbles<1>(x), n2 = nibbles<2>(x), n3 = nibbles<3>(x);
     for (int g = 0; g < G; ++g) {
       const int16_t* q = qw[g] + 8 * d8;
       acc[g] = pairs_dot(acc[g], n0, set_pair(q));
-      acc[g] = pairs_dot(acc[g], n1, set_pair(q + 2));
+      more[g] = pairs_dot(more[g], n1, set_pair(q + 2));
       acc[g] = pairs_dot(acc[g], n2, set_pair(q + 4));
-      acc[g] = pairs_dot(acc[g], n3, set_pair(q + 6));
+      more[g] = pairs_dot(more[g], n3, set_pair(q + 6));
     }
   }
+  for (int g = 0; g < G; ++g) acc[g] = acc[g] + more[g];
 }
 
 // Up to 16 pages, heads g0 .. g0 + G - 1. `which` maps to positions in `pages` and in the bounds' arrays.
 template <int G, bool Fine>
 void score_batch(const Pool& pool, const Record& shape, int head, const int64_t* pages, const int32_t* which, int n,
-                 int n_next, const Query& query, int g0, const float* reference, Bounds* b) {
+                 int n_next, const Query& query, int g0, const float* reference, Bounds* b, Ahead* ahead) {
   alignas(64) int16_t spread_weight[kWide], qw[G][kWide];
   alignas(64) float part[G][3][kPages][16], factor[G][kPages], offset[G][kPages], mass[G][kPages][16];
   const int64_t low_size = shape.plane() / 4;
@@ -92,6 +95,7 @@ void score_batch(const Pool& pool, const Record& shape, int head, const int64_t*
     }
     const int64_t later_bytes = later == nullptr ? 0 : Fine ? shape.plane() : pool.record_bytes;
     for (int64_t at = 0; at < later_bytes; at += 64) prefetch(later + at);
+    if (Fine && g0 == 0) ahead->some();
     spread(record + shape.weight(), shape.width, spread_weight);
     Vec centre[G];
     for (int g = 0; g < G; ++g) {
@@ -168,7 +172,7 @@ void score_batch(const Pool& pool, const Record& shape, int head, const int64_t*
 
 template <bool Fine>
 void score(const Pool& pool, int head, const int64_t* pages, const std::vector<int32_t>& which, const Query& query,
-           const float* reference, Bounds* b) {
+           const float* reference, Bounds* b, Ahead* ahead) {
   const Record shape(pool);
   const int total = static_cast<int>(which.size());
   for (int i = 0; i < total; i += kPages) {
@@ -176,10 +180,10 @@ void score(const Pool& pool, int head, const int64_t* pages, const std::vector<i
     const int32_t* some = which.data() + i;
     for (int g = 0; g < query.group; g += kBlock) {
       switch (std::min(query.group - g, kBlock)) {
-        case 1: score_batch<1, Fine>(pool, shape, head, pages, some, n, next, query, g, reference, b); break;
-        case 2: score_batch<2, Fine>(pool, shape, head, pages, some, n, next, query, g, reference, b); break;
-        case 3: score_batch<3, Fine>(pool, shape, head, pages, some, n, next, query, g, reference, b); break;
-        default: score_batch<4, Fine>(pool, shape, head, pages, some, n, next, query, g, reference, b);
+        case 1: score_batch<1, Fine>(pool, shape, head, pages, some, n, next, query, g, reference, b, ahead); break;
+        case 2: score_batch<2, Fine>(pool, shape, head, pages, some, n, next, query, g, reference, b, ahead); break;
+        case 3: score_batch<3, Fine>(pool, shape, head, pages, some, n, next, query, g, reference, b, ahead); break;
+        default: score_batch<4, Fine>(pool, shape, head, pages, some, n, next, query, g, reference, b, ahead);
       }
     }
   }
@@ -227,13 +231,13 @@ void Bounds::resize(int group, int64_t n, int blocks) {
 
 void score_high(const Pool& pool, int head, const int64_t* pages, const std::vector<int32_t>& which, const Query& query,
                 const float* reference, Bounds* b) {
-  score<false>(pool, head, pages, which, query, reference, b);
+  score<false>(pool, head, pages, which, query, reference, b, nullptr);
   widen(pool, query, reference, 7.5f, kChord, b);
 }
 
 void score_low(const Pool& pool, int head, const int64_t* pages, const std::vector<int32_t>& which, const Query& query,
-               const float* reference, Bounds* b) {
-  score<true>(pool, head, pages, which, query, reference, b);
+               const float* reference, Bounds* b, Ahead* ahead) {
+  score<true>(pool, head, pages, which, query, reference, b, ahead);
   widen(pool, query, reference, 0.0f, 0.0f, b);
 }
 

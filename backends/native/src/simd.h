@@ -173,6 +173,7 @@ inline Ints set_pair(const int16_t* p) {  // the same two int16 in every lane
   std::memcpy(&pair, p, 4);
   return {_mm512_set1_epi32(pair)};
 }
+inline Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
 // 16 a + b
 inline Ints shifted_sum(Ints a, Ints b) { return {_mm512_add_epi32(_mm512_slli_epi32(a.v, 4), b.v)}; }
 // acc + a.lo b.lo + a.hi b.hi on int16 pairs
@@ -321,6 +322,10 @@ inline Ints set_pair(const int16_t* p) {
   int32_t pair;
   std::memcpy(&pair, p, 4);
   return set_ints(pair);
+}
+inline Ints operator+(Ints a, Ints b) {
+  ENTROPIC_EACH a.v[i] += b.v[i];
+  return a;
 }
 inline Ints shifted_sum(Ints a, Ints b) {
   ENTROPIC_EACH b.v[i] += 16 * a.v[i];
