@@ -83,14 +83,16 @@ def texts(model: LoadedModel, plan: Plan) -> list[tuple[str, list[int]]]:
         If the model's context holds no text of the plan, or a source is too short.
     """
     if model.max_context < plan.tokens:
-        shorter = f"--quick needs {QUICK.tokens:,}" if model.max_context >= QUICK.tokens else "name another --model"
+        remedy = (
+            f"pass --quick: it needs {QUICK.tokens:,}" if model.max_context >= QUICK.tokens else "name another --model"
+        )
         raise BadInputError(
             f"the model's context is too short for texts of {plan.tokens:,} tokens",
             where=model.name,
             field="context",
             value=model.max_context,
             allowed=f">= {plan.tokens:,} tokens",
-            remedy=shorter,
+            remedy=remedy,
         )
     out = [(f"prose {i}", document_ids(model, plan.tokens, start=i * 2 * plan.tokens)) for i in range(plan.prose)]
     for name in _SOURCES[: plan.code]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,13 @@ def test_positions_outside_the_text_are_refused(model: models.LoadedModel, start
         reader.measure(start, count, THETA)
     with pytest.raises(BadInputError, match="text"):
         SurfaceReader(model, ids(1))
+
+
+def test_a_short_context_is_named_before_any_work(model: models.LoadedModel, tmp_path: Path) -> None:
+    for size, remedy in ((2048, "pass --quick: it needs 1,024"), (512, "another --model")):
+        small = dataclasses.replace(model, max_context=size)
+        with pytest.raises(BadInputError, match=rf"context: .*got {size}.*4,096.*{remedy}"):
+            bench.bench_theta(small, tmp_path)
 
 
 # -- the comparison -------------------------------------------------------------------------------------------------
