@@ -92,7 +92,7 @@ def texts(model: LoadedModel, plan: Plan) -> list[tuple[str, list[int]]]:
             field="context",
             value=model.max_context,
             allowed=f">= {plan.tokens:,} tokens",
-            remedy=remedy,
+            remedy=f"pass --quick: it needs {QUICK.tokens:,}" if enough else "name another --model",
         )
     out = [(f"prose {i}", document_ids(model, plan.tokens, start=i * 2 * plan.tokens)) for i in range(plan.prose)]
     for name in _SOURCES[: plan.code]:
