@@ -83,9 +83,7 @@ def texts(model: LoadedModel, plan: Plan) -> list[tuple[str, list[int]]]:
         If the model's context holds no text of the plan, or a source is too short.
     """
     if model.max_context < plan.tokens:
-        remedy = (
-            f"pass --quick: it needs {QUICK.tokens:,}" if model.max_context >= QUICK.tokens else "name another --model"
-        )
+        enough = model.max_context >= QUICK.tokens
         raise BadInputError(
             f"the model's context is too short for texts of {plan.tokens:,} tokens",
             where=model.name,
