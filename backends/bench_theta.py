@@ -75,7 +75,23 @@ QUICK = Plan(prose=1, code=0, tokens=1024, first=512, blocks=6, size=4, rungs=8)
 
 
 def texts(model: LoadedModel, plan: Plan) -> list[tuple[str, list[int]]]:
-    """Return the named texts: stretches of the language reference, and modules of the standard library."""
+    """Return the named texts: stretches of the language reference, and modules of the standard library.
+
+    Raises
+    ------
+    BadInputError
+        If the model's context holds no text of the plan, or a source is too short.
+    """
+    if model.max_context < plan.tokens:
+        enough = model.max_context >= QUICK.tokens
+        raise BadInputError(
+            f"the model's context is too short for texts of {plan.tokens:,} tokens",
+            where=model.name,
+            field="context",
+            value=model.max_context,
+            allowed=f">= {plan.tokens:,} tokens",
+            remedy=f"pass --quick: it needs {QUICK.tokens:,}" if enough else "name another --model",
+        )
     out = [(f"prose {i}", document_ids(model, plan.tokens, start=i * 2 * plan.tokens)) for i in range(plan.prose)]
     for name in _SOURCES[: plan.code]:
         spec = importlib.util.find_spec(name)

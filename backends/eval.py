@@ -17,7 +17,7 @@ from backends import eval_summary
 from backends.eval_arms import Arm, settings_of
 from backends.eval_long import long_texts, measure_long_text, whole_pages
 from backends.eval_needle import measure_needles
-from backends.eval_outputs import compare_outputs, document_prompts, write_outputs
+from backends.eval_outputs import compare_outputs, document_prompts, prompts_that_fit, write_outputs
 from backends.eval_overlap import require_metrics
 from backends.models import LoadedModel
 from backends.pieces import Arrays, Pieces
@@ -233,6 +233,7 @@ class _Plan:
                 pieces = long_texts(model, settings.prompt_tokens, settings.prompts, text)
                 self._fewer("prompts", len(pieces), settings.prompts)
                 self.prompts = document_prompts(model, pieces)
+            prompts_that_fit(model, self.prompts, settings.new_tokens)
 
     def _lengths(self, model: LoadedModel, wanted: Sequence[int], more: int, page: int, field: str) -> list[int]:
         found = whole_pages(model, wanted, more, page, field, fit=self._fit)

@@ -24,7 +24,7 @@ from entropic_ctl.errors import BadInputError
 from entropic_ctl.metrics import Metrics
 from entropic_ctl.signals import FinishReason
 
-__all__ = ["MODES", "compare_outputs", "document_prompts", "write_outputs"]
+__all__ = ["MODES", "compare_outputs", "document_prompts", "prompts_that_fit", "write_outputs"]
 
 MODES = ("greedy", "sampled")
 _ROWS = 8
@@ -47,6 +47,36 @@ def document_prompts(model: LoadedModel, texts: Sequence[Sequence[int]]) -> tupl
         else:
             found.append(Prompt("continue", text, chat=False))
     return tuple(found)
+
+
+def prompts_that_fit(model: LoadedModel, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
+    """Return the prompts' token ids.
+
+    Raises
+    ------
+    BadInputError
+        If the longest one, or with it the tokens to be written, do not fit the model's context.
+    """
+    ids = [model.prompt_ids(prompt.text, chat=prompt.chat) for prompt in prompts]
+    longest = max(len(prompt) for prompt in ids)
+    room = model.max_context - longest
+    if room < 1:
+        raise BadInputError(
+            "the longest prompt leaves no room in the model's context",
+            where=model.name,
+            field="prompts",
+            value=f"{longest:,} tokens",
+            allowed=f"< {model.max_context:,} tokens",
+        )
+    if max_new_tokens > room:
+        raise BadInputError(
+            f"the longest prompt has {longest:,} of the {model.max_context:,} tokens of the model's context",
+            where=model.name,
+            field="new_tokens",
+            value=max_new_tokens,
+            allowed=f"[1, {room}]",
+        )
+    return ids
 
 
 def write_outputs(
@@ -90,16 +120,8 @@ def write_outputs(
     UncertifiedError
         If a law needs a certificate that ``verdict`` does not give.
     """
-    ids = [model.prompt_ids(prompt.text, chat=prompt.chat) for prompt in prompts]
+    ids = prompts_that_fit(model, prompts, max_new_tokens)
     longest = max(len(prompt) for prompt in ids)
-    if longest + max_new_tokens > model.max_context:
-        raise BadInputError(
-            f"with {max_new_tokens} new tokens the longest prompt is beyond the model's context",
-            where=model.name,
-            field="prompts",
-            value=longest,
-            allowed=f"<= {max(0, model.max_context - max_new_tokens)} tokens",
-        )
     keys = np.random.SeedSequence([seed, 4]).generate_state(len(ids), np.uint32).tolist()
     found = {}
     for number, arm in enumerate(arms):

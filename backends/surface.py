@@ -1,27 +1,25 @@
 """What every budget would cost at every position of a text: a response surface, measured once, teacher-forced.
 
-The text is prefilled exactly. Then a position is decoded under each budget of a ladder and dense, all in one pass, over
-the same cached keys and values; only the position's own key and value are each row's own. So a difference between rows
-is the effect of this step's pruning alone, and any rule that picks budgets from the ladder is afterwards a choice from
-the table: the policies compared see the same positions, the same cache and the same noise *(ours)*.
+The text is prefilled exactly. Then positions are decoded under each budget of a ladder and dense, all in one pass of
+the engine's own attention over the same cached pages; only the position's own key and value are each row's own, on a
+copy of the page they fall in. So a difference between rows is the effect of this step's pruning alone, and any rule
+that picks budgets from the ladder is afterwards a choice from the table: the policies compared see the same positions,
+the same cache and the same noise *(ours)*.
 
-Pages are chosen by the reference :func:`entropic_ctl.pruning.select.select` from the *exact* page masses in float32
-(8-bit shadows keep within a percent or two of the same pages). Bytes are those the engine's cache would read for the
-pages kept, with the first look at the shadow; the second one, at pages the first leaves undecided, is not counted.
+The cache is bfloat16 as in an engine, whatever the dtype of the model, and bytes are what its attention counts: both
+looks at the shadow, and the pages kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from backends.attention import PagedBatch, register
 from backends.audit import kl_nats
 from backends.kv_cache import PagedKVCache
 from backends.models import LoadedModel
@@ -29,129 +27,12 @@ from backends.pieces import Arrays
 from backends.sampling import TorchLogitView, to_host
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.base import PruningConfig
-from entropic_ctl.pruning.select import select
-from entropic_ctl.signals import FloatArray
+from entropic_ctl.signals import FloatArray, IntArray, StepPlan
 
-__all__ = ["NAME", "SurfaceReader", "register_surface"]
+__all__ = ["SurfaceReader"]
 
-NAME = "entropic_surface"
-_CHUNK = 512
-
-
-def register_surface() -> str:
-    """Register the attention of this module with transformers and return its name; calling again changes nothing."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, _attention)
-    return NAME
-
-
-@dataclass
-class _Pass:
-    """One forward pass: a prefill chunk from ``context`` on, or decode ``rows`` that share one page count."""
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    context: int
-    rows: _Rows | None = None
-
-
-@dataclass
-class _Rows:
-    """R decode rows: each one's position, and its budget in nats (0 is dense).
-
-    ``kept`` (R,) sums the share of pages read over the pruned layers, ``layers`` counts them.
-    """
-
-    position: npt.NDArray[np.int64]
-    theta: FloatArray
-    rule: PruningConfig
-    page_tokens: int
-    kept: FloatArray = field(init=False)
-    layers: int = 0
-
-    def __post_init__(self) -> None:
-        self.kept = np.zeros(self.theta.shape[0])
-
-
-def _attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    surface: _Pass | None = None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attend: causal over the text so far in prefill, pruned row by row in decode. Shapes as transformers has them."""
-    if surface is None or attention_mask is not None or any(kwargs.get(k) for k in ("sliding_window", "softcap")):
-        raise BadInputError("not supported by the response surface", where=NAME, field="attention", allowed="full")
-    layer, heads, n_heads = int(module.layer_idx), key.shape[1], query.shape[1]
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    if surface.rows is not None:
-        out = _decode(surface, surface.rows, layer, query[0] * scale, key[0], value[0])
-        return out.transpose(0, 1)[None], None
-    n, start = query.shape[2], surface.context
-    surface.keys[layer][:, start : start + n], surface.values[layer][:, start : start + n] = key[0], value[0]
-    k, v = surface.keys[layer][None, :, : start + n], surface.values[layer][None, :, : start + n]
-    if start:
-        mask = torch.arange(start + n) <= torch.arange(start, start + n)[:, None]
-        k, v = (x.repeat_interleave(n_heads // heads, dim=1) for x in (k, v))
-        o = scaled_dot_product_attention(query, k, v, attn_mask=mask.to(query.device), scale=scale)
-    else:
-        o = scaled_dot_product_attention(query, k, v, is_causal=True, scale=scale, enable_gqa=True)
-    return o.transpose(1, 2), None
-
-
-def _decode(surface: _Pass, rows: _Rows, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend from R rows, (H, R, D) with the scale in it, over the text before each and its own key; (H, R, D)."""
-    (n_heads, count, dim), heads = query.shape, key.shape[0]
-    group, page = n_heads // heads, rows.page_tokens
-    last = int(rows.position.max())
-    k, v = surface.keys[layer][:, :last], surface.values[layer][:, :last]
-    q = query.reshape(heads, group * count, dim)
-    s = torch.matmul(q, k.transpose(1, 2)).reshape(heads, group, count, last)
-    behind = torch.from_numpy(np.arange(last) >= rows.position[:, None]).to(s.device)
-    s = s.masked_fill(behind, -torch.inf)
-    own = (query.reshape(heads, group, count, dim) * key[:, None]).sum(-1, keepdim=True)
-    top = torch.maximum(s.amax(-1, keepdim=True), own)
-    weight, mine = torch.exp(s - top), torch.exp(own - top)
-    if layer >= rows.rule.dense_layers and rows.theta.any():
-        pages = -(-(last + 1) // page)
-        padded = torch.nn.functional.pad(weight, (0, pages * page - last))
-        mass = padded.reshape(heads, group, count, pages, page).sum(-1)
-        mass[..., -1] += mine[..., 0]
-        kept = torch.from_numpy(_choose(mass, rows)).to(s.device)  # (heads, R, pages)
-        weight = weight * kept.repeat_interleave(page, dim=-1)[:, None, :, :last]
-    total = weight.sum(-1, keepdim=True) + mine
-    out = torch.matmul(weight.reshape(heads, group * count, last), v).reshape(heads, group, count, dim)
-    out = (out + mine * value[:, None]) / total
-    return out.reshape(n_heads, count, dim)
-
-
-def _choose(mass: Tensor, rows: _Rows) -> npt.NDArray[np.bool_]:
-    """Return the pages that each (KV head, row) reads, bool (n_kv_heads, R, P), and book their share."""
-    heads, _, count, pages = mass.shape
-    kept = np.ones((heads, count, pages), np.bool_)
-    pruned = np.flatnonzero(rows.theta > 0)
-    index = np.arange(pages)
-    fixed = (index < rows.rule.sink_pages) | (index >= pages - rows.rule.recent_pages)
-    by_row = mass.permute(2, 0, 1, 3)[torch.from_numpy(pruned)].reshape(-1, pages)
-    log_mass = torch.log(by_row.double()).cpu().numpy()
-    chosen = select(
-        log_mass,
-        log_mass,
-        fixed,
-        np.repeat(rows.theta[pruned], heads),
-        pruned.shape[0] * heads,
-        selection=rows.rule.selection,
-    )
-    kept[:, pruned] = chosen.kept.reshape(pruned.shape[0], heads, pages).transpose(1, 0, 2)
-    rows.kept += kept.mean(axis=(0, 2))
-    rows.layers += 1
-    return kept
+_CHUNK, _ROWS = 512, 64
+"""Tokens of a prefill pass, rows of a decode pass."""
 
 
 class SurfaceReader:
@@ -160,7 +41,7 @@ class SurfaceReader:
     Parameters
     ----------
     model : LoadedModel
-        Full attention in every layer. Its attention implementation is switched, and stays so.
+        Its attention implementation is switched to the paged one, and stays so.
     text : sequence of int
     page_tokens : int
     pruning : PruningConfig, optional
@@ -184,15 +65,14 @@ class SurfaceReader:
             raise BadInputError(
                 "text of an impossible length", field="text", value=len(text), allowed=f"[2, {model.max_context}]"
             )
-        model.model.set_attn_implementation(register_surface())
+        model.model.set_attn_implementation(register())
         self._model, self._page, self._rule = model, page_tokens, pruning or PruningConfig()
-        network, shape = model.model, model.shape
-        self._ids = torch.tensor(list(text), dtype=torch.long, device=network.device)
-        size = (shape.kv_heads, len(text), shape.head_dim)
-        self._keys = [torch.zeros(size, dtype=network.dtype, device=network.device) for _ in range(shape.layers)]
-        self._values = [torch.zeros_like(x) for x in self._keys]
-        bytes_of = PagedKVCache(1, shape.kv_heads, shape.head_dim, 1, page_tokens, torch.bfloat16, "cpu")
-        self._token_bytes, self._score_bytes = bytes_of.token_bytes, bytes_of.score_page_bytes
+        self._ids = torch.tensor(list(text), dtype=torch.long, device=model.model.device)
+        self._text_pages = -(-len(text) // page_tokens)
+        shape, pages = model.shape, self._text_pages + _ROWS
+        self._cache = PagedKVCache(
+            shape.layers, shape.kv_heads, shape.head_dim, pages, page_tokens, torch.bfloat16, self._ids.device
+        )
 
     @torch.inference_mode()
     def prefill(self, first: int) -> Arrays:
@@ -201,12 +81,15 @@ class SurfaceReader:
         ``entropy``, ``varentropy`` of the decode step at the position, ``top`` (its largest probability) and
         ``surprise``, the negative log-likelihood of the token that follows (NaN at the end of the text).
         """
-        network, n = self._model.model, self._ids.shape[0]
+        n, pages = self._ids.shape[0], np.arange(self._text_pages, dtype=np.int32)[None]
         found: dict[str, list[FloatArray]] = {"entropy": [], "varentropy": [], "top": [], "surprise": []}
         for start in range(0, n, _CHUNK):
             stop = min(start + _CHUNK, n)
-            keep = torch.arange(min(max(first, start), stop - 1) - start, stop - start, device=network.device)
-            logits = self._run(_Pass(self._keys, self._values, start), self._ids[start:stop], start, keep)
+            shown = stop - min(max(first, start), stop - 1)
+            plan = _plan(np.array([start]), np.zeros(1), pages, n_tokens=stop - start, shown=shown)
+            batch = PagedBatch.from_plan(plan, self._cache, self._rule)
+            logits = batch.run(self._model.model, self._ids[start:stop]).float()
+            self._cache.seal(batch)
             if stop > first:
                 entropy, varentropy = TorchLogitView(logits).at(np.ones(logits.shape[0]))
                 found["entropy"].append(np.asarray(entropy, np.float64))
@@ -219,19 +102,6 @@ class SurfaceReader:
                 found["surprise"].append(to_host(lost))
         return {name: np.concatenate(parts) for name, parts in found.items()}
 
-    def _run(self, surface: _Pass, ids: Tensor, start: int | FloatArray, keep: Tensor | int) -> Tensor:
-        n = ids.shape[0]
-        at = torch.arange(start, start + n) if isinstance(start, int) else torch.as_tensor(start)
-        out = self._model.model(
-            input_ids=ids[None],
-            position_ids=at.to(ids.device)[None],
-            use_cache=False,
-            logits_to_keep=keep,
-            surface=surface,
-        )
-        logits: Tensor = out.logits[0].float()
-        return logits
-
     @torch.inference_mode()
     def measure(self, start: int, count: int, thetas: Sequence[float]) -> Arrays:
         """Decode the tokens at ``start .. start + count`` under every budget; :meth:`prefill` comes first.
@@ -239,7 +109,7 @@ class SurfaceReader:
         Parameters
         ----------
         start, count : int
-            Positions within one page, the next token of the last one inside the text.
+            Positions, the next token of the last one inside the text.
         thetas : sequence of A floats
             Budgets > 0, nats.
 
@@ -253,39 +123,62 @@ class SurfaceReader:
         Raises
         ------
         BadInputError
-            If the positions cross a page or the end of the text.
+            If the positions lie outside the text.
         """
         stop, total = start + count, self._ids.shape[0]
-        if count < 1 or start < 1 or stop >= total or start // self._page != (stop - 1) // self._page:
+        if count < 1 or start < 1 or stop >= total:
             raise BadInputError(
-                "positions outside one page of the text",
-                field="start, count",
-                value=(start, count),
-                allowed=f"[1, {total - 2}], inside one page of {self._page} tokens",
+                "positions outside the text", field="start, count", value=(start, count), allowed=f"[1, {total - 2}]"
             )
-        ladder = np.array([0.0, *thetas])
-        position = np.repeat(np.arange(start, stop), ladder.shape[0])
-        rows = _Rows(position, np.tile(ladder, count), self._rule, self._page)
-        passing = _Pass(self._keys, self._values, start, rows)
-        logits = self._run(passing, self._ids[torch.from_numpy(position)], position, 0)
-        logits = logits.reshape(count, ladder.shape[0], -1)
-        targets = self._ids[start + 1 : stop + 1]
-        kl, nll = (np.empty((count, len(thetas))) for _ in range(2))
+        arms = 1 + len(thetas)
+        position, theta = np.repeat(np.arange(start, stop), arms), np.tile([0.0, *thetas], count)
+        parts = np.array_split(np.arange(position.shape[0]), -(-position.shape[0] // _ROWS))
+        passes = [self._decode(position[part], theta[part]) for part in parts]
+        logits = torch.cat([found[0] for found in passes]).reshape(count, arms, -1)
+        kept, share = (np.concatenate([found[i] for found in passes]).reshape(count, arms)[:, 1:] for i in (1, 2))
+        kl, nll = np.empty_like(kept), np.empty_like(kept)
         for i in range(count):
             pruned, dense = logits[i, 1:], logits[i, :1]
             kl[i] = kl_nats(pruned, dense.expand_as(pruned))
-            lost = torch.log_softmax(logits[i].double(), -1)[:, targets[i]]
+            lost = torch.log_softmax(logits[i].double(), -1)[:, self._ids[start + i + 1]]
             nll[i] = to_host(lost[:1] - lost[1:])
-        kept = rows.kept.reshape(count, -1)[:, 1:] / max(rows.layers, 1)
-        return {"kl": kl, "nll": nll, "kept": kept, "bytes": self._bytes(np.arange(start, stop), kept)}
+        return {"kl": kl, "nll": nll, "kept": kept, "bytes": share}
 
-    def _bytes(self, position: npt.NDArray[np.int64], kept: FloatArray) -> FloatArray:
-        """Return KV bytes read over those of dense attention; ``kept`` (n, A) is the share of pages read."""
-        layers, rule = self._model.shape.layers, self._rule
-        tokens = (position + 1)[:, None].astype(np.float64)
-        pages = -(-(position + 1) // self._page)[:, None]
-        scored = np.maximum(pages - rule.sink_pages - rule.recent_pages, 0) * self._score_bytes
-        pruned = np.minimum(kept * tokens * self._token_bytes + scored, np.inf)
-        dense_share = min(rule.dense_layers, layers) / layers
-        share: FloatArray = dense_share + (1 - dense_share) * pruned / (tokens * self._token_bytes)
-        return share
+    def _decode(self, position: IntArray, theta: FloatArray) -> tuple[Tensor, FloatArray, FloatArray]:
+        """Decode R rows, each on its own copy of the page it is in; return logits, shares of pages and of bytes."""
+        cache, page, rows = self._cache, position // self._page, np.arange(position.shape[0])
+        own, source = self._text_pages + rows, torch.from_numpy(page).to(cache.device)
+        for pool in (cache.k, cache.v):
+            pool[:, own[0] : own[-1] + 1] = pool.index_select(1, source)
+        table = np.tile(np.arange(self._text_pages, dtype=np.int32), (rows.shape[0], 1))
+        table[rows, page] = own
+        batch = PagedBatch.from_plan(_plan(position, theta, table), cache, self._rule)
+        logits = batch.run(self._model.model, self._ids[torch.from_numpy(position)]).float()
+        found, layers = batch.statistics(), cache.n_layers
+        dense = (position + 1) * cache.token_bytes
+        share = (found.pruned_bytes / dense + layers - found.pruned_layers) / layers
+        return logits, found.kept_fraction, share
+
+
+def _plan(
+    context: IntArray, theta: FloatArray, table: npt.NDArray[np.int32], *, n_tokens: int = 1, shown: int = 1
+) -> StepPlan:
+    """Return the plan of R rows that run ``n_tokens`` tokens each and show the logits of the last ``shown``."""
+    rows, none = np.arange(context.shape[0]), np.empty(0, np.int64)
+    return StepPlan(
+        step=0,
+        now_s=0.0,
+        ids=rows,
+        slots=rows,
+        context=context,
+        n_tokens=np.full_like(rows, n_tokens),
+        samples=np.ones(rows.shape, np.bool_),
+        greedy=np.ones(rows.shape, np.bool_),
+        theta_nats=theta,
+        n_draft=np.full_like(rows, shown - 1),
+        paused=none,
+        preempted=none,
+        rejected=(),
+        block_table=table,
+        allocated=np.empty((0, 3), np.int32),
+    )

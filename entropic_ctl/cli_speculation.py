@@ -102,8 +102,8 @@ def _show(values: dict[str, Any]) -> None:
         for cost in dict.fromkeys(row["cost"] for row in rows):
             costs.add_row(f"{cost:g}", *(f"{row['speedup']:.2f}" for row in rows if row["cost"] == cost))
         screen.print(costs)
-        same = next(row["same_text"] for row in reversed(values["rows"]) if row["mode"] == mode)
-        screen.print(f"texts of the last row equal to those without drafts: {100 * same:.0f}%\n")
+        same = min(row["same_text"] for row in values["rows"] if row["mode"] == mode)
+        screen.print(f"texts equal to those without drafts, in the worst row: {100 * same:.0f}%\n")
     milliseconds = ", ".join(f"{ms:.1f}" for ms in values["step_ms"])
     screen.print(
         f"step by drafted tokens 0, 1, ...: {milliseconds} ms; rule_cost {values['rule_cost']:g}, "

@@ -31,7 +31,7 @@ def theta(
 
     Measures on real text what each budget of a ladder costs at each position (KL to dense, NLL, bytes) and reads every
     rule off that table: the shipped law, mirrored, in shuffled order, other signals, and the choice in hindsight. About
-    10 minutes on two cores; `--quick` under one. Finished parts are kept in DIR.parts until DIR is written.
+    8 minutes on two cores; `--quick` under one. Finished parts are kept in DIR.parts until DIR is written.
 
     Example: `entropic bench theta --out out/theta`
     """

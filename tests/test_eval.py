@@ -269,6 +269,7 @@ def test_texts_of_the_same_seed_are_the_same_and_others_differ(model: LoadedMode
         ({"needle_lengths": (4096,)}, "beyond the model's context"),
         ({"contexts": ()}, "no lengths"),
         ({"needle_lengths": (0,)}, "no lengths"),
+        ({"new_tokens": 5000}, r"new_tokens: .*got 5000.*\[1, \d{4}\]"),
     ],
 )
 def test_lengths_are_checked_before_any_work(model: LoadedModel, changes: dict[str, Any], said: str) -> None:

@@ -47,6 +47,8 @@ class AttentionStatistics:
         Largest certified Euclidean error of a head's output; 0 unless ``PagedBatch.want_output_error``.
     pruned_layers : IntArray, shape (R,)
         Layers in which the row was pruned.
+    pruned_bytes : FloatArray, shape (R,)
+        The part of ``kv_bytes`` that the row read in those layers.
     """
 
     kept_fraction: FloatArray
@@ -56,6 +58,7 @@ class AttentionStatistics:
     kv_bytes: float
     output_error_max: FloatArray
     pruned_layers: IntArray
+    pruned_bytes: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +131,9 @@ class PagedBatch:
     layer_calls: int = 0
 
     def __post_init__(self) -> None:
-        self._bytes = 0.0
+        self._dense_bytes = 0
         n = len(self.rows)
-        self._kept = np.zeros(n)
+        self._kept, self._pruned_bytes = np.zeros(n), np.zeros(n)
         self._mass_sum, self._mass_max, self._error_max = np.zeros(n), np.zeros(n), np.zeros(n)
         self._layers = np.zeros(n, np.int64)
         self._dense: dict[tuple[int | None, bool], int] = {}
@@ -295,11 +298,11 @@ class PagedBatch:
     def kv_bytes(self) -> float:
         """KV-cache bytes read so far."""
         self._settle()
-        return self._bytes
+        return float(self._dense_bytes + self._pruned_bytes.sum())
 
     def record_dense(self, tokens: int) -> None:
         """Account for reading K and V of ``tokens`` tokens in one layer."""
-        self._bytes += tokens * self.cache.token_bytes
+        self._dense_bytes += tokens * self.cache.token_bytes
 
     def record_pages(
         self, mass: FloatArray, pages: FloatArray, low_planes: IntArray, output_error: FloatArray | None
@@ -340,10 +343,10 @@ class PagedBatch:
         and V were read, mean over KV heads, ``low_planes`` (L, n) read, all KV heads, ``output_error`` (L, n).
         """
         index = [r for r, row in enumerate(self.rows) if row.theta_nats > 0.0]
-        candidates = sum(row.free.shape[0] for row in self.rows)
+        candidates = np.array([self.rows[r].free.shape[0] for r in index])
         per_page = self.cache.score_page_bytes + (self.cache.value_page_bytes if output_error is not None else 0)
-        self._bytes += float(read_tokens.sum()) * self.cache.token_bytes + mass.shape[0] * candidates * per_page
-        self._bytes += int(low_planes.sum()) * self.cache.low_page_bytes
+        looked = candidates * per_page + low_planes * self.cache.low_page_bytes
+        self._pruned_bytes[index] += (read_tokens * self.cache.token_bytes + looked).sum(axis=0)
         self._kept[index] += kept.sum(axis=0)
         self._layers[index] += mass.shape[0]
         self._mass_sum[index] += mass.mean(axis=2).sum(axis=0)
@@ -365,9 +368,10 @@ class PagedBatch:
             pruned_mass_mean=mean,
             pruned_mass_max=self._mass_max.copy(),
             certificate_max=kl_nats(self._mass_max),
-            kv_bytes=self._bytes,
+            kv_bytes=self.kv_bytes,
             output_error_max=self._error_max.copy(),
             pruned_layers=self._layers.copy(),
+            pruned_bytes=self._pruned_bytes.copy(),
         )
 
 
