@@ -82,12 +82,16 @@ void add_part(const Pool& pool, int head, const int64_t* table, int64_t from, in
   };
   const auto begin = [&](int m, int64_t page) { return inside(p.first[m], page); };
   const auto end = [&](int m, int64_t page) { return inside(p.limit[m], page); };
+  const auto whole = [&](int64_t page) { return begin(heads - 1, page) == 0 && end(0, page) == pool.page; };
   for (int64_t c = from; c < to; c += chunk) {
     const int64_t n = std::min(chunk, to - c);
     for (int m = 0; m < heads; ++m) std::fill_n(weight + m * tokens, n * wide, -kInfinity);
     for (int64_t s = 0; s < n; ++s) {
       const T* k = static_cast<const T*>(pool.k) + (table[c + s] * pool.heads + head) * page_size;
-      for (int m = 0; m < heads;) {  // both ends ascend
+      int m = 0;
+      if (tiled && whole(c + s))
+        for (; m + 4 <= heads; m += 4) score_tiles(k, pool.page, dim, p.query, m, weight + m * tokens + s * wide, tokens);
+      while (m < heads) {  // both ends ascend
         float* w = weight + m * tokens + s * wide;
         const int count = tiled && m + 4 <= heads ? 4 : 1;
         const int32_t least = begin(m, c + s), most = end(m + count - 1, c + s);
@@ -114,9 +118,14 @@ void add_part(const Pool& pool, int head, const int64_t* table, int64_t from, in
                      state->out.data() + static_cast<int64_t>(m) * state->stride, state->stride,
                      static_cast<const T*>(nullptr));
       };
+      const bool all = whole(c + s);
       for (int m = 0, count; m < heads; m += count) {
-        const int32_t first = begin(m, c + s), least = end(m, c + s);
         count = std::min(heads - m, kBlock);
+        if (all) {
+          add(m, count, 0, pool.page);
+          continue;
+        }
+        const int32_t first = begin(m, c + s), least = end(m, c + s);
         while (begin(m + count - 1, c + s) != first) --count;
         const int32_t most = end(m + count - 1, c + s);
         // products take tokens in pairs from the first
