@@ -128,8 +128,7 @@ void add_part(const Pool& pool, int head, const int64_t* table, int64_t from, in
         const int32_t first = begin(m, c + s), least = end(m, c + s);
         while (begin(m + count - 1, c + s) != first) --count;
         const int32_t most = end(m + count - 1, c + s);
-        // products take tokens in pairs from the first
-        const int32_t shared = least == most ? most : first + (std::max(least - first, 0) & ~1);
+        const int32_t shared = least == most ? most : least & ~1;  // products take tokens in pairs
         add(m, count, first, shared);
         for (int i = m; i < m + count; ++i) add(i, 1, shared, end(i, c + s));
       }
