@@ -15,6 +15,7 @@ from tiny_model import tiny_llama
 from backends import models, native
 from backends.attention import PagedBatch, paged_attention
 from backends.attention.audit import single_row_plan
+from backends.attention.reference import Scoring, attend, visible, with_sink
 from backends.engine import Engine
 from backends.kv_cache import PagedKVCache
 from backends.sampling import SamplingParams
@@ -31,7 +32,14 @@ LAYER0 = SimpleNamespace(layer_idx=0)
 
 
 def layer(
-    cuts: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, page: int = 16, **options: Any
+    cuts: list[int],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    page: int = 16,
+    sink_tokens: int = 3,
+    **options: Any,
 ) -> torch.Tensor:
     """Run (heads, T, D) tokens through one layer in chunks, over scattered pages full of NaN -> (T, H, D)."""
     total, dim = q.shape[1:]
@@ -42,7 +50,7 @@ def layer(
     out, start = [], 0
     for n in cuts:
         batch = PagedBatch.from_plan(single_row_plan(start, n, pages), cache, PruningConfig(dense_layers=0))
-        batch.sink_tokens = 3
+        batch.sink_tokens = sink_tokens
         now = slice(start, start + n)
         out.append(
             paged_attention(LAYER0, q[None, :, now], k[None, :, now], v[None, :, now], None, paged=batch, **options)
@@ -57,52 +65,79 @@ def tokens(heads: int, kv_heads: int, total: int, dim: int, dtype: torch.dtype, 
     return [torch.randn(h, total, dim, generator=random).to(dtype) for h in (heads, kv_heads, kv_heads)]
 
 
-def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention in float64, (T, H, D)."""
+def exact(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    sliding_window: int | None = None,
+    sink_tokens: int = 3,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention in PyTorch, float32 inside, (T, H, D)."""
     k, v = (x.double().repeat_interleave(q.shape[0] // k.shape[0], dim=0) for x in (k, v))
-    s = q.double() @ k.transpose(1, 2) * q.shape[-1] ** -0.5
-    s = s.masked_fill(~torch.ones(s.shape[1:], dtype=torch.bool).tril(), -torch.inf)
-    return (s.softmax(-1) @ v).transpose(0, 1)
+    state = attend(
+        q.double(),
+        k,
+        v,
+        Scoring(q.shape[-1] ** -0.5, softcap),
+        visible(0, q.shape[1], q.device, sliding_window, sink_tokens),
+    )
+    return (state if s_aux is None else with_sink(state, s_aux[:, None])).out.transpose(0, 1)
 
 
 def chunks(total: int, size: int) -> list[int]:
     return [min(size, total - at) for at in range(0, total, size)]
 
 
-@settings(max_examples=25)
+# of the norm of the output
+LIMIT = {torch.bfloat16: 5e-3, torch.float16: 8e-4, torch.float32: 1e-6}
+
+
+@settings(max_examples=80)
 @given(
-    heads=st.sampled_from([(9, 3), (4, 4), (8, 1)]),
-    dim=st.sampled_from([8, 24, 64, 80]),
-    page=st.sampled_from([4, 5, 16]),
+    heads=st.sampled_from([(9, 3), (4, 4), (8, 1), (5, 1)]),
+    dim=st.sampled_from([8, 24, 64, 80, 96, 128]),
+    page=st.sampled_from([1, 4, 5, 16, 64]),
     dtype=st.sampled_from(DTYPES),
-    total=st.integers(2, 90),
-    size=st.integers(2, 90),
-    option=st.sampled_from(["none", "window", "cap", "sinks"]),
+    cuts=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    window=st.none() | st.integers(1, 100),
+    sink_tokens=st.sampled_from([0, 1, 4, 21]),
+    softcap=st.none() | st.just(5.0),
+    learned=st.booleans(),
 )
-def test_a_token_ignores_how_its_row_is_cut(
-    heads: tuple[int, int], dim: int, page: int, dtype: torch.dtype, total: int, size: int, option: str
+def test_a_token_gets_what_it_sees_however_its_row_is_cut(
+    heads: tuple[int, int],
+    dim: int,
+    page: int,
+    dtype: torch.dtype,
+    cuts: list[int],
+    window: int | None,
+    sink_tokens: int,
+    softcap: float | None,
+    learned: bool,
 ) -> None:
     """Bit for bit what it gets as a row of its own, as in decoding."""
-    options = {
-        "none": {},
-        "window": {"sliding_window": 11},
-        "cap": {"softcap": 5.0},
-        "sinks": {"s_aux": torch.linspace(-1, 1, heads[0])},
-    }[option]
+    s_aux = torch.linspace(-1, 1, heads[0]) if learned else None
+    options = {"sliding_window": window, "sink_tokens": sink_tokens, "softcap": softcap, "s_aux": s_aux}
+    total = sum(cuts)
     q, k, v = tokens(*heads, total, dim, dtype)
     alone = layer([1] * total, q, k, v, page=page, **options)
-    assert alone.isfinite().all()
-    assert torch.equal(layer(chunks(total, size), q, k, v, page=page, **options), alone)
+    assert torch.equal(layer(cuts, q, k, v, page=page, **options), alone)
+    want = exact(q, k, v, **options)
+    assert (alone.double() - want).norm() < LIMIT[dtype] * want.norm()
 
 
+@pytest.mark.parametrize("window", [None, 600, 1100])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_parts_of_a_long_row_are_merged_alike(dtype: torch.dtype) -> None:
+def test_the_parts_of_a_long_row_are_merged_alike(dtype: torch.dtype, window: int | None) -> None:
     total = 2300
     q, k, v = tokens(2, 1, total, 16, dtype)
-    whole = layer([total], q, k, v)
-    assert torch.equal(layer([2000, 100, *[1] * 60, 140], q, k, v), whole)
-    limit = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-6}[dtype]
-    assert (whole.double() - exact(q, k, v)).norm() < limit * exact(q, k, v).norm()
+    whole = layer([total], q, k, v, sliding_window=window)
+    assert torch.equal(layer([600, 1, 1399, 100, *[1] * 60, 140], q, k, v, sliding_window=window), whole)
+    want = exact(q, k, v, sliding_window=window)
+    assert (whole.double() - want).norm() < LIMIT[dtype] * want.norm()
 
 
 def test_bfloat16_is_no_further_from_exact_than_eager_attention() -> None:
@@ -120,22 +155,26 @@ def test_bfloat16_is_no_further_from_exact_than_eager_attention() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_broken_token_spoils_only_those_that_see_it(dtype: torch.dtype, bad: float) -> None:
+@pytest.mark.parametrize("window", [None, 6, 20])
+def test_a_broken_token_spoils_only_those_that_see_it(dtype: torch.dtype, bad: float, window: int | None) -> None:
     q, k, v = tokens(4, 2, 70, 24, dtype)
-    clean = layer([70], q, k, v)
+    clean = layer([70], q, k, v, sliding_window=window)
     v[1, 37] = k[1, 37] = bad
-    broken = layer([70], q, k, v)
+    broken = layer([70], q, k, v, sliding_window=window)
+    end = 70 if window is None else 37 + window
     assert torch.equal(broken[:37], clean[:37])
+    assert torch.equal(broken[end:], clean[end:])
     assert torch.equal(broken[37:, :2], clean[37:, :2])  # the other KV head's
-    assert broken[37:, 2:].isnan().any(dim=-1).all()
+    assert broken[37:end, 2:].isnan().any(dim=-1).all()
 
 
-def test_threads_change_nothing() -> None:
+@pytest.mark.parametrize("window", [None, 50])
+def test_threads_change_nothing(window: int | None) -> None:
     q, k, v = tokens(6, 2, 200, 32, torch.bfloat16)
-    one = layer([200], q, k, v)
+    one = layer([200], q, k, v, sliding_window=window)
     torch.set_num_threads(3)
     try:
-        assert torch.equal(layer([200], q, k, v), one)
+        assert torch.equal(layer([200], q, k, v, sliding_window=window), one)
     finally:
         torch.set_num_threads(1)
 

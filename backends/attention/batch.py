@@ -223,7 +223,7 @@ class PagedBatch:
         """Return the tokens that the rows without a budget read in one layer; all rows unless it ``prunes``."""
         key = window, prunes
         if key not in self._dense:
-            most = rows.length if window is None else np.where(rows.span > 1, rows.length, window + self.sink_tokens)
+            most = rows.length if window is None else rows.span - 1 + window + self.sink_tokens
             exact = rows.theta_nats <= 0 if prunes else np.ones(rows.length.shape[0], np.bool_)
             self._dense[key] = int(np.minimum(rows.length, most)[exact].sum())
         return self._dense[key]

@@ -43,9 +43,14 @@ struct Work {
 };
 
 constexpr int kBlock = 4;           // query heads that go through a kernel together
-constexpr int kPartTokens = 2048;  // a softmax is taken over so many tokens at a time, then merged
 
 inline int padded(int n, int to) { return (n + to - 1) / to * to; }
+
+// A softmax is taken over so many pages at a time, counted from the row's first, then merged. The first page that a window
+// reaches is anywhere, so there a part is no more than `attend` takes in one piece.
+inline int64_t part_pages(const Pool& pool, const Work& work) {
+  return std::max(work.window > 0 ? 512 / padded(pool.page, 16) : 2048 / pool.page, 1);
+}
 
 // Whether the bfloat16 products are used: keys, values and queries all bfloat16, and the processor has them.
 bool pairs_used(const Work& work, const Pool& pool);
@@ -95,7 +100,7 @@ struct Prefill {
   Query query;
   State whole, part;
   std::vector<float> weight;
-  std::vector<int64_t> limit;
+  std::vector<int64_t> first, limit;  // of the tokens that each query sees
 };
 constexpr int kPrefillQueries = 48;  // about; query heads that share the reading of a page
 void prefill(const Pool& pool, const Work& work, int64_t row, int head, int64_t from, int count, Prefill* scratch);

@@ -42,7 +42,7 @@ double voted_sum(const float* upper, const std::vector<int32_t>& votes, int64_t 
 struct Scratch {  // one per thread
   Query query;
   Bounds bounds;
-  State state, part;
+  State state;
   std::vector<float> weight, upper, lower;
   std::vector<Segment> segments;
   std::vector<int64_t> pages;
@@ -56,22 +56,29 @@ float* lse_of(const Work& w, const Pool& pool, int64_t row) {
   return w.lse == nullptr ? nullptr : w.lse + row * pool.heads * w.group;
 }
 
-// The tokens that the last of `length` sees: all, or the sinks and the window.
-void visible(const Work& w, const Pool& pool, int64_t row, int64_t length, std::vector<Segment>* out) {
-  const int64_t page = pool.page;
+struct Parts {  // of what a token sees: part i is segments from[i] .. from[i + 1] - 1
+  std::vector<Segment> segments;
+  std::vector<int64_t> from;
+  int64_t task;  // of its first part, for KV head 0
+  int64_t count() const { return static_cast<int64_t>(from.size()) - 1; }
+};
+
+// The tokens that the last of a row sees: all, or the sinks and the window.
+void visible(const Work& w, const Pool& pool, int64_t row, Parts* out) {
+  const int64_t page = pool.page, each = part_pages(pool, w), length = w.length[row];
   const int64_t* table = w.table + row * w.table_stride;
   const int64_t start = w.window > 0 ? std::max<int64_t>(length - w.window, 0) : 0;
-  const int64_t sinks = std::min<int64_t>(w.window > 0 ? w.sink_tokens : 0, start);
-  out->clear();
   const auto add = [&](int64_t from, int64_t to) {
     for (int64_t t = from; t < to;) {
       const int64_t p = t / page, end = std::min((p + 1) * page, to);
-      out->push_back({table[p], static_cast<int32_t>(t - p * page), static_cast<int32_t>(end - p * page)});
+      if (t == from || p % each == 0) out->from.push_back(static_cast<int64_t>(out->segments.size()));
+      out->segments.push_back({table[p], static_cast<int32_t>(t - p * page), static_cast<int32_t>(end - p * page)});
       t = end;
     }
   };
-  add(0, sinks);
+  add(0, std::min<int64_t>(w.sink_tokens, start));
   add(start, length);
+  out->from.push_back(static_cast<int64_t>(out->segments.size()));
 }
 
 void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) {
@@ -203,23 +210,6 @@ void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) 
   write_out(w, pool, w.token[row], head, s->state, 0, lse_of(w, pool, row));
 }
 
-// Some query tokens of a row whose window leaves tokens out: each as a row of its own.
-void windowed(const Pool& pool, const Work& w, int64_t row, int head, int64_t from, int count, Scratch* s) {
-  const int64_t pages = std::max(kPartTokens / pool.page, 1);
-  for (int64_t i = from; i < from + count; ++i) {
-    visible(w, pool, row, w.length[row] - w.span[row] + i + 1, &s->segments);
-    s->query.load(w, w.token[row] + i, head, pool);
-    const int64_t all = static_cast<int64_t>(s->segments.size());
-    for (int64_t p = 0; p < all; p += pages) {
-      State& state = p == 0 ? s->state : s->part;
-      state.reset(w.group, pool.dim);
-      attend(pool, head, s->segments.data() + p, std::min(pages, all - p), s->query, &state, &s->weight);
-      if (p > 0) s->state.merge(state);
-    }
-    write_out(w, pool, w.token[row] + i, head, s->state, 0, i + 1 == w.span[row] ? lse_of(w, pool, row) : nullptr);
-  }
-}
-
 struct Task {
   enum Kind : int32_t { kPruned, kTokens, kPart } kind;
   int32_t row, head;
@@ -234,9 +224,7 @@ extern "C" void entropic_attend(const attention::Pool* pool_, const attention::W
   const Pool& pool = *pool_;
   const Work& w = *work_;
   std::vector<Task> tasks;
-  std::vector<std::vector<Segment>> segments(w.rows);
-  std::vector<int64_t> first(w.rows, 0);
-  const int64_t pages = std::max(kPartTokens / pool.page, 1);
+  std::vector<Parts> seen(w.rows);
   const int64_t block = std::max(kPrefillQueries / w.group, 1);
   for (int r = 0; r < w.rows; ++r)
     if (w.span[r] > 1)
@@ -246,22 +234,19 @@ extern "C" void entropic_attend(const attention::Pool* pool_, const attention::W
     if (w.theta[r] > 0)
       for (int h = 0; h < pool.heads; ++h) tasks.push_back({Task::kPruned, r, h, 0});
   const int64_t whole = static_cast<int64_t>(tasks.size());
-  const auto parts_of = [&](int64_t r) {
-    return std::max<int64_t>((static_cast<int64_t>(segments[r].size()) + pages - 1) / pages, 1);
-  };
   for (int r = 0; r < w.rows; ++r) {
     if (w.theta[r] > 0 || w.span[r] > 1) continue;
-    visible(w, pool, r, w.length[r], &segments[r]);
-    first[r] = static_cast<int64_t>(tasks.size()) - whole;
+    visible(w, pool, r, &seen[r]);
+    seen[r].task = static_cast<int64_t>(tasks.size()) - whole;
     for (int h = 0; h < pool.heads; ++h)
-      for (int64_t part = 0; part < parts_of(r); ++part) tasks.push_back({Task::kPart, r, h, part});
+      for (int64_t part = 0; part < seen[r].count(); ++part) tasks.push_back({Task::kPart, r, h, part});
   }
   const int64_t n = static_cast<int64_t>(tasks.size());
   std::vector<State> parts(n - whole);
   pool::Queue queue, rows;
-  int64_t seen = 0;
-  for (int r = 0; r < w.rows; ++r) seen += w.span[r] * w.length[r];
-  const int threads = seen * pool.heads * w.group * pool.dim < kAlone ? 1 : w.threads;
+  int64_t products = 0;
+  for (int r = 0; r < w.rows; ++r) products += w.span[r] * w.length[r];
+  const int threads = products * pool.heads * w.group * pool.dim < kAlone ? 1 : w.threads;
   pool::Barrier barrier(threads);
   pool::run(threads, [&](int, int) {
     static thread_local Scratch scratch;
@@ -272,27 +257,24 @@ extern "C" void entropic_attend(const attention::Pool* pool_, const attention::W
         pruned(pool, w, task.row, task.head, &scratch);
       } else if (task.kind == Task::kTokens) {
         const int count = static_cast<int>(std::min(block, w.span[task.row] - task.at));
-        if (w.window > 0 && w.length[task.row] - w.span[task.row] + task.at + count > w.window)
-          windowed(pool, w, task.row, task.head, task.at, count, &scratch);
-        else
-          prefill(pool, w, task.row, task.head, task.at, count, &prefilled);
+        prefill(pool, w, task.row, task.head, task.at, count, &prefilled);
       } else {
-        const std::vector<Segment>& all = segments[task.row];
-        const int64_t from = task.at * pages, count = std::min(pages, static_cast<int64_t>(all.size()) - from);
+        const Parts& all = seen[task.row];
+        const int64_t from = all.from[task.at], count = all.from[task.at + 1] - from;
         State& state = parts[i - whole];
         scratch.query.load(w, w.token[task.row], task.head, pool);
         state.reset(w.group, pool.dim);
-        attend(pool, task.head, all.data() + from, count, scratch.query, &state, &scratch.weight);
+        attend(pool, task.head, all.segments.data() + from, count, scratch.query, &state, &scratch.weight);
       }
     }
     if (whole == n) return;
     barrier.wait();
     for (int64_t r; (r = rows.take()) < w.rows;) {
       if (w.theta[r] > 0 || w.span[r] > 1) continue;
-      const int64_t each = parts_of(r);
+      const int64_t each = seen[r].count();
       for (int h = 0; h < pool.heads; ++h) {
-        State& all = parts[first[r] + h * each];
-        for (int64_t part = 1; part < each; ++part) all.merge(parts[first[r] + h * each + part]);
+        State& all = parts[seen[r].task + h * each];
+        for (int64_t part = 1; part < each; ++part) all.merge(parts[seen[r].task + h * each + part]);
         write_out(w, pool, w.token[r], h, all, 0, lse_of(w, pool, r));
       }
     }

@@ -77,40 +77,59 @@ void add_part(const Pool& pool, int head, const int64_t* table, int64_t from, in
   if (scratch->size() < static_cast<size_t>(tokens) * heads) scratch->resize(tokens * heads);
   float* weight = scratch->data();
   const bool tiled = pool.page % 4 == 0, pairs = p.query.exact_bf16;
-  const auto end = [&](int m, int64_t page) {
-    return static_cast<int32_t>(std::clamp<int64_t>(p.limit[m] - page * pool.page, 0, pool.page));
+  const auto inside = [&](int64_t token, int64_t page) {
+    return static_cast<int32_t>(std::clamp<int64_t>(token - page * pool.page, 0, pool.page));
   };
+  const auto begin = [&](int m, int64_t page) { return inside(p.first[m], page); };
+  const auto end = [&](int m, int64_t page) { return inside(p.limit[m], page); };
+  const auto whole = [&](int64_t page) { return begin(heads - 1, page) == 0 && end(0, page) == pool.page; };
   for (int64_t c = from; c < to; c += chunk) {
     const int64_t n = std::min(chunk, to - c);
     for (int m = 0; m < heads; ++m) std::fill_n(weight + m * tokens, n * wide, -kInfinity);
     for (int64_t s = 0; s < n; ++s) {
       const T* k = static_cast<const T*>(pool.k) + (table[c + s] * pool.heads + head) * page_size;
-      for (int m = 0; m < heads;) {  // limits ascend
+      int m = 0;
+      if (tiled && whole(c + s))
+        for (; m + 4 <= heads; m += 4) score_tiles(k, pool.page, dim, p.query, m, weight + m * tokens + s * wide, tokens);
+      while (m < heads) {  // both ends ascend
         float* w = weight + m * tokens + s * wide;
-        if (tiled && m + 4 <= heads && end(m, c + s) == pool.page) {
-          score_tiles(k, pool.page, dim, p.query, m, w, tokens);
-          m += 4;
-          continue;
+        const int count = tiled && m + 4 <= heads ? 4 : 1;
+        const int32_t least = begin(m, c + s), most = end(m + count - 1, c + s);
+        if (least >= most) {
+        } else if (count == 4) {
+          const int32_t from4 = least & ~3, to4 = padded(most, 4);
+          score_tiles(k + static_cast<int64_t>(from4) * dim, to4 - from4, dim, p.query, m, w + from4, tokens);
+          for (int i = 0; i < 4; ++i, w += tokens) {
+            std::fill(w + from4, w + begin(m + i, c + s), -kInfinity);
+            std::fill(w + end(m + i, c + s), w + to4, -kInfinity);
+          }
+        } else {
+          page_scores(k, dim, Segment{table[c + s], least, most}, p.query, m, w, static_cast<const T*>(nullptr));
         }
-        const Segment seen{table[c + s], 0, end(m, c + s)};
-        if (seen.end > 0) page_scores(k, dim, seen, p.query, m, w, static_cast<const T*>(nullptr));
-        ++m;
+        m += count;
       }
     }
     for (int m = 0; m < heads; ++m) soften(weight + m * tokens, n * wide, pairs, m, state);
     for (int64_t s = 0; s < n; ++s) {
       const T* v = static_cast<const T*>(pool.v) + (table[c + s] * pool.heads + head) * page_size;
-      const auto add = [&](int m, int count, int32_t begin, int32_t stop) {
-        if (begin < stop)
-          add_values(v, dim, Segment{table[c + s], begin, stop}, weight + m * tokens, tokens, s * wide, count, pairs,
+      const auto add = [&](int m, int count, int32_t start, int32_t stop) {
+        if (start < stop)
+          add_values(v, dim, Segment{table[c + s], start, stop}, weight + m * tokens, tokens, s * wide, count, pairs,
                      state->out.data() + static_cast<int64_t>(m) * state->stride, state->stride,
                      static_cast<const T*>(nullptr));
       };
-      for (int m = 0; m < heads; m += kBlock) {
-        const int count = std::min(heads - m, kBlock);
-        const int32_t least = end(m, c + s), most = end(m + count - 1, c + s);
+      const bool all = whole(c + s);
+      for (int m = 0, count; m < heads; m += count) {
+        count = std::min(heads - m, kBlock);
+        if (all) {
+          add(m, count, 0, pool.page);
+          continue;
+        }
+        const int32_t first = begin(m, c + s), least = end(m, c + s);
+        while (begin(m + count - 1, c + s) != first) --count;
+        const int32_t most = end(m + count - 1, c + s);
         const int32_t shared = least == most ? most : least & ~1;  // products take tokens in pairs
-        add(m, count, 0, shared);
+        add(m, count, first, shared);
         for (int i = m; i < m + count; ++i) add(i, 1, shared, end(i, c + s));
       }
     }
@@ -122,21 +141,29 @@ void add_part(const Pool& pool, int head, const int64_t* table, int64_t from, in
 void prefill(const Pool& pool, const Work& w, int64_t row, int head, int64_t from, int count, Prefill* p) {
   const int64_t token = w.token[row] + from, before = w.length[row] - w.span[row] + from;
   const int64_t* table = w.table + row * w.table_stride;
-  const int64_t pages = (before + count + pool.page - 1) / pool.page, each = std::max(kPartTokens / pool.page, 1);
   p->query.load_tokens(w, token, count, head, pool);
-  p->limit.resize(p->query.group);
-  for (int m = 0; m < p->query.group; ++m) p->limit[m] = before + m / w.group + 1;
-  for (int64_t at = 0; at < pages; at += each) {
-    State* state = at == 0 ? &p->whole : &p->part;
-    state->reset(p->query.group, pool.dim);
-    const int64_t to = std::min(at + each, pages);
-    switch (pool.dtype) {
-      case kBf16: add_part<bf16>(pool, head, table, at, to, *p, &p->weight, state); break;
-      case kHalf: add_part<half>(pool, head, table, at, to, *p, &p->weight, state); break;
-      default: add_part<float>(pool, head, table, at, to, *p, &p->weight, state);
+  const int heads = p->query.group;
+  p->first.resize(heads), p->limit.resize(heads);
+  p->whole.reset(heads, pool.dim);
+  // Adds the tokens first .. limit - 1 of each query, as `visible` cuts them.
+  const auto add = [&] {
+    const int64_t pages = (p->limit[heads - 1] + pool.page - 1) / pool.page, each = part_pages(pool, w);
+    for (int64_t at = p->first[0] / pool.page, to; at < pages; at = to) {
+      to = std::min((at / each + 1) * each, pages);
+      p->part.reset(heads, pool.dim);
+      switch (pool.dtype) {
+        case kBf16: add_part<bf16>(pool, head, table, at, to, *p, &p->weight, &p->part); break;
+        case kHalf: add_part<half>(pool, head, table, at, to, *p, &p->weight, &p->part); break;
+        default: add_part<float>(pool, head, table, at, to, *p, &p->weight, &p->part);
+      }
+      p->whole.merge(p->part);
     }
-    if (at > 0) p->whole.merge(*state);
-  }
+  };
+  const auto start = [&](int m) { return w.window > 0 ? std::max<int64_t>(before + m / w.group + 1 - w.window, 0) : 0; };
+  for (int m = 0; m < heads; ++m) p->first[m] = 0, p->limit[m] = std::min<int64_t>(w.sink_tokens, start(m));
+  add();
+  for (int m = 0; m < heads; ++m) p->first[m] = start(m), p->limit[m] = before + m / w.group + 1;
+  add();
   float* lse = w.lse == nullptr ? nullptr : w.lse + row * pool.heads * w.group;
   for (int i = 0; i < count; ++i)
     write_out(w, pool, token + i, head, p->whole, i * w.group, from + i + 1 == w.span[row] ? lse : nullptr);
