@@ -49,7 +49,7 @@ class DeviceSpec:
     overlap: float = fields.number(1.0, 0.0, 1.0, "o: 1 hides the smaller of arithmetic and traffic, 0 adds them")
     overhead_s: float = fields.number(0.0, 0.0, 60.0, "seconds per iteration, whatever it does")
     pruning_step_s: float = fields.number(0.0, 0.0, 60.0, "more seconds per iteration that prunes, beyond the roofline")
-    pruning_token_s: float = fields.number(0.0, 0.0, 1.0, "and per context token of its pruned rows")
+    pruning_token_s: float = fields.number(0.0, 0.0, 1.0, "and per token that it scores, beyond the roofline")
     peak_flops_8: float = fields.number(0.0, 0.0, 1e18, "peak in 8 bits (fp8, else int8), FLOP/s")
     peak_flops_32: float = fields.number(0.0, 0.0, 1e18, "peak in 32 bits (TF32 not counted), FLOP/s")
     idle_w: float = fields.number(0.0, 0.0, 1e5, "watts whatever it does")
