@@ -63,7 +63,7 @@ def record_steps(
     thetas: Sequence[float] = THETAS,
     chunks: Sequence[int] = CHUNKS,
     prompts: Sequence[int] = PROMPTS,
-    steps: int = 8,
+    steps: int = 6,
     page_tokens: int = 16,
     progress: Callable[[str], None] | None = None,
 ) -> list[Path]:
