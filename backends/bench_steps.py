@@ -58,6 +58,7 @@ def record_steps(
     model: LoadedModel,
     folder: Path,
     *,
+    name: str = "",
     batches: Sequence[int] = BATCHES,
     contexts: Sequence[int] = CONTEXTS,
     thetas: Sequence[float] = THETAS,
@@ -74,6 +75,8 @@ def record_steps(
     model : LoadedModel
     folder : Path
         Exists; logs of the same names are replaced.
+    name : str
+        What the names of the logs begin with.
     batches, contexts, thetas : sequences
         Rows, tokens in the cache of each, and nats (0 is dense) of the decode steps.
     chunks, prompts : sequences of int
@@ -103,7 +106,7 @@ def record_steps(
         }
         for theta in thetas:
             say(f"decode steps, context {context:,}, theta {theta:g}")
-            logs.append(folder / f"decode-{context}-{theta:g}.jsonl")
+            logs.append(folder / f"{name}decode-{context}-{theta:g}.jsonl")
             with _DecodeRecorder(logs[-1]) as recorder:
                 engine = FilledEngine(_config(theta, **sizes), model, filled, recorder=recorder)
                 for batch in batches:
@@ -114,7 +117,7 @@ def record_steps(
     for chunk in chunks:
         for theta in (min(thetas), max(thetas)):
             say(f"prefill in chunks of {chunk}, theta {theta:g}")
-            logs.append(folder / f"prefill-{chunk}-{theta:g}.jsonl")
+            logs.append(folder / f"{name}prefill-{chunk}-{theta:g}.jsonl")
             sizes = {"prefill_chunk": chunk, "max_batch_tokens": chunk + len(prompts), "max_batch": len(prompts)}
             with Recorder(logs[-1]) as recorder:
                 whole = Engine(_config(theta, **room, **sizes), model, recorder=recorder)

@@ -122,14 +122,18 @@ class CostConfig:
     """What the simulator charges for a step, and where entropies come from."""
 
     preset: str = fields.text("cpu2-smollm2-135m", "device and model shape; see sim/cost.py")
-    bank: str = fields.text("", "entropy bank (.npz) or fitted model (.json), relative to the config; empty: the bank shipped with sim")
+    bank: str = fields.text(
+        "", "entropy bank (.npz) or fitted model (.json), relative to the config; empty: the bank shipped with sim"
+    )
     bank_prompts: int = fields.integer(32, 1, 10**5, "prompts generated when the bank is a fitted model")
     beyond_bank: str = fields.choice(
         "error",
         ("error", "dense"),
         "pruned rows longer than the recorded contexts: refused at the start, or run dense and counted",
     )
-    calibrated: str = fields.text("", "file of `entropic calibrate`, relative to the config: its times, not the preset's")
+    calibrated: str = fields.text(
+        "", "file of `entropic calibrate`, relative to the config: its times, not the preset's"
+    )
     device: str = fields.text("", "in place of the preset's: a device's name, or a .json file, relative to the config")
     model: str = fields.text("", "in place of the preset's: a model's name, or a Hugging Face folder or config.json")
     weight_bits: int = fields.integer(0, 0, 32, "stored width of a weight: 4, 8, 16 or 32; 0: the model's")
@@ -396,7 +400,7 @@ def _beside(config: RunConfig, folder: Path) -> RunConfig:
     files = {"bank": cost.bank, "calibrated": cost.calibrated}
     if cost.device.endswith(".json"):  # else a name
         files["device"] = cost.device
-    found = {name: str(folder.absolute() / file) for name, file in files.items() if file}
+    found: dict[str, Any] = {name: str(folder.absolute() / file) for name, file in files.items() if file}
     return dataclasses.replace(config, cost=dataclasses.replace(cost, **found)) if found else config
 
 

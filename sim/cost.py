@@ -97,6 +97,9 @@ PRESETS = {
 """Values of ``cost.preset``: (device, model). Any other pair is written as ``cost.device`` and ``cost.model``."""
 
 
+DEFAULT_RULE = PruningConfig()
+
+
 class StepCost(NamedTuple):
     """What one iteration costs: seconds, floating-point operations, KV-cache bytes read, joules (0: not modelled)."""
 
@@ -160,7 +163,7 @@ class Roofline:
         device: DeviceSpec,
         model: ModelShape,
         page_tokens: int = 16,
-        pruning: PruningConfig = PruningConfig(),
+        pruning: PruningConfig = DEFAULT_RULE,
         compute_bits: int = 0,
     ) -> None:
         self.device, self.model, self.idle_power_w = device, model, device.idle_w
@@ -288,7 +291,7 @@ def shadow_shares(model: ModelShape, page_tokens: int) -> tuple[float, float]:
     return (16.0 + 24.0 * groups + plane) / page, plane / page
 
 
-def preset(name: str, page_tokens: int = 16, pruning: PruningConfig = PruningConfig()) -> Roofline:
+def preset(name: str, page_tokens: int = 16, pruning: PruningConfig = DEFAULT_RULE) -> Roofline:
     """Return the cost model called ``name``.
 
     Parameters
@@ -310,7 +313,7 @@ def preset(name: str, page_tokens: int = 16, pruning: PruningConfig = PruningCon
 def cost_model(
     config: CostConfig,
     page_tokens: int = 16,
-    pruning: PruningConfig = PruningConfig(),
+    pruning: PruningConfig = DEFAULT_RULE,
 ) -> Roofline:
     """Return the cost model a configuration describes: the preset's pair, then its device, model and overrides.
 

@@ -15,7 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,12 +28,12 @@ from entropic_ctl.signals import FloatArray
 from sim.calibrate import robust
 from sim.calibrated import REGIMES, regime
 from sim.cost import Roofline, RooflineConstants, charge
-from sim.devices import DeviceSpec
-from sim.engine_log import EngineLog
+from sim.devices import DEVICES, DeviceSpec
+from sim.engine_log import EngineLog, read_logs
 from sim.load import StepLoad
-from sim.model_shapes import ModelShape
+from sim.model_shapes import ModelShape, model_shape
 
-__all__ = ["DeviceFit", "fit_device"]
+__all__ = ["DeviceFit", "fit_device", "fit_logs", "summary"]
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,7 @@ class DeviceFit:
 
 def _units(c: RooflineConstants) -> list[RooflineConstants]:
     """Return constants that charge one unit of each term: overhead, matrices, attention, bytes, the two of pruning."""
-    none = dict.fromkeys(
-        "overhead_s matmul_s attention_s byte_s layers_s head_s experts_s pruning_step_s pruning_token_s".split(), 0.0
-    )
+    none = {name: 0.0 for name in RooflineConstants._fields if name.endswith("_s")}
     read = {name: getattr(c, name) / c.byte_s for name in ("layers_s", "head_s", "experts_s")}
     terms: list[dict[str, float]] = [{"overhead_s": 1.0}, {"matmul_s": 1.0}, {"attention_s": 1.0}]
     terms += [{"byte_s": 1.0, **read}, {"pruning_step_s": 1.0}, {"pruning_token_s": 1.0}]
@@ -83,8 +84,17 @@ def _design(log: EngineLog, device: DeviceSpec, shape: ModelShape) -> FloatArray
     return np.array(rows)
 
 
+def _fastest(log: EngineLog) -> EngineLog:
+    """Return the fastest of the iterations that have the same load: a busy machine only ever slows a step."""
+    load = np.stack([log.load[name] for name in StepLoad._fields], axis=1)
+    _, group = np.unique(load, axis=0, return_inverse=True)
+    order = np.lexsort((log.seconds, group.reshape(-1)))
+    first = np.diff(group.reshape(-1)[order], prepend=-1) > 0
+    return log.take(np.sort(order[first]))
+
+
 def fit_device(log: EngineLog, shape: ModelShape, start: DeviceSpec) -> DeviceFit:
-    """Fit a device.
+    """Fit a device to the fastest iteration of each load.
 
     Parameters
     ----------
@@ -100,6 +110,7 @@ def fit_device(log: EngineLog, shape: ModelShape, start: DeviceSpec) -> DeviceFi
     BadInputError
         If the log does not tell a rate: the term's coefficient is 0.
     """
+    log = _fastest(log)
     design = _design(log, start, shape)
     found, _, weight = robust(design, log.seconds)
     overhead, matmul, attention, byte, step, token = found.tolist()
@@ -136,3 +147,32 @@ def fit_device(log: EngineLog, shape: ModelShape, start: DeviceSpec) -> DeviceFi
         mean_error=float(np.abs(ratio - 1.0)[weight > 0].mean()),
         ratios={name: (low[i], middle[i], high[i]) for i, name in enumerate(REGIMES)},
     )
+
+
+def fit_logs(paths: Sequence[str | Path], model: str) -> DeviceFit:
+    """Fit a CPU to logs of the model called ``model`` (:func:`sim.model_shapes.model_shape`).
+
+    Raises
+    ------
+    BadInputError
+        If a log or the model cannot be read, or the logs hold too little.
+    """
+    return fit_device(read_logs(paths), model_shape(model), DEVICES["cpu2"])
+
+
+def summary(fit: DeviceFit) -> dict[str, Any]:
+    """Return a fit for people."""
+    device = fit.device
+    out = {
+        "device: loads, outliers": f"{fit.iterations}, {fit.outliers}",
+        "device: mean error": f"{fit.mean_error:.1%}",
+        "device: matrix products, FLOP/s": f"{device.peak_flops * device.matmul_efficiency:.3g}",
+        "device: attention, FLOP/s": f"{device.peak_flops * device.attention_efficiency:.3g}",
+        "device: bandwidth, bytes/s": f"{device.bandwidth:.4g}",
+        "device: overhead, ms": f"{1e3 * device.overhead_s:.4g}",
+        "device: pruning per step, ms": f"{1e3 * device.pruning_step_s:.4g}",
+        "device: pruning per scored token, us": f"{1e6 * device.pruning_token_s:.4g}",
+    }
+    for name, (low, middle, high) in fit.ratios.items():
+        out[f"device: measured / fitted, {name}"] = f"median {middle:.3f}, 5-95% {low:.3f}-{high:.3f}"
+    return out
