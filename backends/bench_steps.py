@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def record_steps(
     page_tokens: int = 16,
     progress: Callable[[str], None] | None = None,
 ) -> list[Path]:
-    """Run the loads and write one log per (context, theta) and per (chunk, theta).
+    """Run the loads and write one log per (batch, context, theta) and per (chunk, theta).
 
     Parameters
     ----------
@@ -93,26 +94,25 @@ def record_steps(
     say = progress or (lambda _: None)
     model = dataclasses.replace(model, eos_ids=frozenset())
     text = document_ids(model, max(*contexts, sum(prompts)))
-    most = max(batches)
     logs: list[Path] = []
     for context in contexts:
         filled = FilledCache(model, text[:context], page_tokens=page_tokens)
-        sizes = {
-            "page_tokens": page_tokens,
-            "pages": most * -(-(context + steps + 2) // page_tokens) + 1,
-            "max_batch": most,
-            "max_batch_tokens": most * context,
-            "prefill_chunk": context,
-        }
-        for theta in thetas:
-            say(f"decode steps, context {context:,}, theta {theta:g}")
-            logs.append(folder / f"{name}decode-{context}-{theta:g}.jsonl")
+        for theta, batch in itertools.product(thetas, batches):
+            say(f"{batch} decode rows, context {context:,}, theta {theta:g}")
+            config = _config(
+                theta,
+                page_tokens=page_tokens,
+                pages=batch * -(-(context + steps + 2) // page_tokens) + 1,
+                max_batch=batch,
+                max_batch_tokens=batch * context,
+                prefill_chunk=context,
+            )
+            logs.append(folder / f"{name}decode-{batch}x{context}-{theta:g}.jsonl")
             with _DecodeRecorder(logs[-1]) as recorder:
-                engine = FilledEngine(_config(theta, **sizes), model, filled, recorder=recorder)
-                for batch in batches:
-                    engine.admit(batch, max_new_tokens=steps + 1)
-                    gc.collect()
-                    engine.run()
+                engine = FilledEngine(config, model, filled, recorder=recorder)
+                engine.admit(batch, max_new_tokens=steps + 1)
+                gc.collect()
+                engine.run()
     room = {"page_tokens": page_tokens, "pages": sum(-(-(n + steps) // page_tokens) for n in prompts) + 1}
     for chunk in chunks:
         for theta in (min(thetas), max(thetas)):
