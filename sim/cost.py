@@ -39,14 +39,11 @@ one would slow down instead). The time between steps is not in it: ``idle_power_
 whoever knows them (the metrics of a run).
 
 Presets. ``a100-80-llama-3-8b``: :mod:`sim.devices` says which of its numbers are assumptions. ``cpu2-smollm2-135m``:
-fitted to a 2-core AMD EPYC running this project's engine without attention: 20, 22, 40 and 157 ms for 1, 8, 64 and
-512 tokens; read bandwidth 32.9 GB/s; the model gives 20, 22.5, 37 and 153.5 ms (arithmetic and traffic add up there,
-hence o = 0). Its attention efficiency is an assumption. Its pruning terms are those of the readable PyTorch
-attention (``engine.kernels = "torch"``), far above any roofline: fitted to the CPU time of its steps (1 to 8 rows, 256
-to 3,000 tokens each, theta 0.02 to 0.03, within 8 ms), an iteration that prunes takes 29 ms more, and 8.5 us more per
-context token of the pruned rows. The kernels in C++ are not in these numbers: ``[cost] calibrated`` charges what
-``entropic calibrate`` fits to their logs. The accelerators charge nothing beyond the roofline: they describe a fused
-kernel. One device runs the whole model: no tensor parallelism.
+fitted to this project's engine with its C++ kernels on 2 cores of an AMD EPYC (batches 1 to 8, contexts 128 to 8,000,
+dense and theta 0.02 and 0.1, prefill in chunks of 32 to 512). Arithmetic and traffic add up there (o = 0). Its fitted
+bandwidth is below the 63 GB/s at which that machine reads memory, since an effective rate also pays for what the terms
+leave out. Beyond the roofline a step that prunes pays ``pruning_step_s``, and ``pruning_token_s`` per token scored;
+the accelerators pay nothing more: they describe a fused kernel. One device runs the whole model: no tensor parallelism.
 """
 
 from __future__ import annotations

@@ -124,12 +124,23 @@ def test_an_iteration_without_rows_still_takes_its_overhead() -> None:
     assert cost.flops == cost.kv_bytes == 0
 
 
-@pytest.mark.parametrize(("rows", "measured_ms"), [(1, 20.0), (8, 22.0), (64, 40.0), (512, 157.0)])
-def test_cpu_preset_is_close_to_what_was_measured(rows: int, measured_ms: float) -> None:
-    model = preset("cpu2-smollm2-135m")
-    n, samples = np.ones(rows, np.int64), np.arange(rows) < 8
-    got = model.step(measure(0 * n, n, samples, np.zeros(rows), np.ones(rows))).seconds * 1e3
-    assert got == pytest.approx(measured_ms, rel=0.1)
+@pytest.mark.parametrize(
+    ("rows", "context", "kept", "measured_ms"),
+    [
+        (1, 128, 1.0, 9.6),
+        (8, 128, 1.0, 13.3),
+        (8, 2000, 1.0, 27.2),
+        (8, 8000, 1.0, 73.8),
+        (8, 2000, 0.19, 25.1),
+        (8, 8000, 0.13, 48.5),
+        (8, 8000, 0.29, 59.1),
+    ],
+)
+def test_cpu_preset_is_close_to_what_was_measured(rows: int, context: int, kept: float, measured_ms: float) -> None:
+    """Decode steps of the engine, dense as ``entropic bench decode`` and pruned as ``bench steps`` measured them."""
+    theta = 0.1 if kept < 1.0 else 0.0
+    cost = run(preset("cpu2-smollm2-135m"), rows * [(context, 1, True)], theta=theta, kept=kept, protected=80)
+    assert 1e3 * cost.seconds == pytest.approx(measured_ms, rel=0.12)
 
 
 def test_kv_sizes_and_pools() -> None:
@@ -264,7 +275,7 @@ def test_a_configuration_names_device_model_and_widths() -> None:
     model = cost_model(CostConfig(device="h200", model="llama-3-70b", weight_bits=8, kv_bits=8, bandwidth=3e12))
     assert (model.device.name, model.device.bandwidth) == ("h200", 3e12)
     assert (model.model.name, model.model.weight_bits, model.model.kv_bytes_per_token) == ("llama-3-70b", 8, 163_840)
-    assert cost_model(CostConfig(device="cpu", cores=16)).device.peak_flops == 16 * 0.41e12
+    assert cost_model(CostConfig(device="cpu", cores=16)).device.peak_flops == 16 * DEVICES["cpu"].peak_flops
     with pytest.raises(BadInputError, match=r"cost.model.*141.1 GB of weights"):
         cost_model(CostConfig(device="h200", model="llama-3-70b"))
     for wrong in ({"weight_bits": 5}, {"kv_bits": 64}, {"compute_bits": 4}, {"matmul_efficiency": 1.5}):
