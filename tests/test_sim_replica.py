@@ -385,7 +385,7 @@ def test_pruned_steps_carry_the_recorded_response() -> None:
     assert result.steps["certificate_max"].tolist() == [0.0, pytest.approx(0.1)]
     assert result.steps["pruned_mass_mean"][1] == pytest.approx(0.6 * (1 - np.exp(-0.1)))
     dense, shadow = 1024 * 23_040, 0.25 + 1.5 / 16  # codes; step, minimum and error of a page of 16
-    assert result.steps["kv_bytes"].tolist() == [0.0, pytest.approx(dense * (2 + 28 * (shadow + 0.4)) / 30)]
+    assert result.steps["kv_bytes"].tolist() == [0.0, pytest.approx(dense * (2 + 28 * (looks + 0.4)) / 30)]
     assert result.summary["kl_nats_mean"] == pytest.approx(0.37 * 0.01)
     assert result.tokens is not None
     start = BANK.offset[1]  # prompt 0 at T = 0.8; the entropy of the pruned token is shifted by 0.1 theta
