@@ -1,4 +1,4 @@
-"""``entropic bench decode``: decode steps of this engine and of others, beside the floor that memory sets."""
+"""``entropic bench decode`` times decode steps beside others and the floor; ``bench steps`` logs steps to fit from."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ __all__ = ["register"]
 def register(app: typer.Typer) -> None:
     """Add the command to ``app``, the group ``bench``."""
     app.command("decode")(bench_decode)
+    app.command("steps")(bench_steps)
 
 
 def bench_decode(
@@ -70,3 +71,23 @@ def bench_decode(
             json_file=json_file,
         )
     )
+
+
+def bench_steps(
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the logs.")],
+    *,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds over all loads.")] = 2,
+    page_tokens: Annotated[int, typer.Option("--page-tokens", min=1, max=1024, help="Tokens per KV page.")] = 16,
+    model: Model = None,
+) -> None:
+    """Log engine steps under known loads: what `entropic calibrate` fits this machine from.
+
+    Decode steps at several batches, contexts and budgets, and prefill in chunks of several sizes; about 40 seconds a
+    round on a quiet 2-core machine. Rounds repeat the same steps, so that a fit can take the undisturbed ones.
+
+    Example: `entropic bench steps --out out/steps`, then
+    `entropic calibrate out/steps/*.jsonl --out cost.json --device cpu.json`.
+    """
+    from entropic_ctl import cli_decode_run
+
+    cli_decode_run.bench_steps(out, repeats=repeats, page_tokens=page_tokens, model=model)

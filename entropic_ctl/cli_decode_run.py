@@ -1,4 +1,4 @@
-"""What ``entropic bench decode`` does."""
+"""What ``entropic bench decode`` and ``entropic bench steps`` do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from entropic_ctl.cli_run import load_model, need, say, with_overrides, write_js
 from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import BadInputError
 
-__all__ = ["bench_decode"]
+__all__ = ["bench_decode", "bench_steps"]
 
 _COLUMNS = (
     ("engine", "{}"),
@@ -116,6 +116,18 @@ def bench_decode(
     if drawing is not None:
         drawing.draw(values["rows"], figure)
     return 1 if any(row["violations"] for row in values["rows"]) else 0
+
+
+def bench_steps(out: Path, *, repeats: int, page_tokens: int, model: str | None) -> None:
+    """Record the logs."""
+    steps = need("backends.bench_steps", "engine")
+    loaded = load_model(with_overrides(RunConfig(), model=model))
+    out.mkdir(parents=True, exist_ok=True)
+    for number in range(repeats):
+        steps.record_steps(
+            loaded, out, name=f"{number + 1}-", page_tokens=page_tokens,
+            progress=lambda what, n=number + 1: say(f"round {n} of {repeats}: {what}"),
+        )  # fmt: skip
 
 
 def _show(values: Mapping[str, Any]) -> None:

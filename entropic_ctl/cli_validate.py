@@ -21,6 +21,14 @@ def calibrate(
         list[Path], typer.Argument(metavar="LOG...", help="Engine logs, some under the fixed temperature law.")
     ],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="Calibration to write (JSON).")],
+    device: Annotated[
+        Path | None,
+        typer.Option("--device", metavar="FILE", help="Also fit the roofline's CPU; device to write (JSON)."),
+    ] = None,
+    shape: Annotated[
+        str,
+        typer.Option("--shape", metavar="NAME", help="With --device: the model that ran, as `cost.model` names it."),
+    ] = "smollm2-135m",
     json_file: Json = None,
 ) -> None:
     """Fit what a step costs on this machine from logs of the real engine.
@@ -30,17 +38,26 @@ def calibrate(
     `fixed` temperature law; `entropic generate --log` runs one request, so its log alone says nothing of batches. The
     demo's engine logs do, and `entropic validate` makes its own.
 
+    `--device` fits six numbers of the roofline besides, for loads beyond those of the logs: `[cost] device =
+    "cpu.json"`; steps that several logs repeat count by the fastest. `entropic bench steps` makes such logs.
+
     Example: `entropic calibrate out/demo/engine-*.jsonl --out cost.json`, then `[cost] calibrated = "cost.json"`.
     """
     from entropic_ctl import cli_run
 
     cli_output.check_file(out, "--out", *logs)
-    cli_output.check_file(json_file, "--json", out, *logs)
+    cli_output.check_file(device, "--device", out, *logs)
+    cli_output.check_file(json_file, "--json", out, device, *logs)
     fitting = cli_run.need("sim.calibrate", "sim")
     found = fitting.calibrate(logs)
     results = cli_run.need("entropic_ctl.results", "sim")
     results.write_json(out, cli_run.need("sim.calibrated", "sim").to_json(found))
     numbers = fitting.summary(found)
+    if device is not None:
+        roofline = cli_run.need("sim.device_fit", "sim")
+        fitted = roofline.fit_logs(logs, shape)
+        results.write_json(device, {k: v for k, v in dataclasses.asdict(fitted.device).items() if k != "name"})
+        numbers |= roofline.summary(fitted)
     cli_run.write_json(json_file, {"calibration": numbers}, {"command": "calibrate", "logs": [p.name for p in logs]})
     cli_run.show(str(out), numbers)
 

@@ -122,15 +122,19 @@ class CostConfig:
     """What the simulator charges for a step, and where entropies come from."""
 
     preset: str = fields.text("cpu2-smollm2-135m", "device and model shape; see sim/cost.py")
-    bank: str = fields.text("", "entropy bank (.npz) or fitted model (.json); empty is the bank shipped with sim")
+    bank: str = fields.text(
+        "", "entropy bank (.npz) or fitted model (.json), relative to the config; empty: the bank shipped with sim"
+    )
     bank_prompts: int = fields.integer(32, 1, 10**5, "prompts generated when the bank is a fitted model")
     beyond_bank: str = fields.choice(
         "error",
         ("error", "dense"),
         "pruned rows longer than the recorded contexts: refused at the start, or run dense and counted",
     )
-    calibrated: str = fields.text("", "file of `entropic calibrate`: its times replace the preset's; empty: none")
-    device: str = fields.text("", "in place of the preset's: a device's name, or a JSON file with its numbers")
+    calibrated: str = fields.text(
+        "", "file of `entropic calibrate`, relative to the config: its times, not the preset's"
+    )
+    device: str = fields.text("", "in place of the preset's: a device's name, or a .json file, relative to the config")
     model: str = fields.text("", "in place of the preset's: a model's name, or a Hugging Face folder or config.json")
     weight_bits: int = fields.integer(0, 0, 32, "stored width of a weight: 4, 8, 16 or 32; 0: the model's")
     kv_bits: int = fields.integer(0, 0, 32, "stored width of a KV element: 4, 8, 16 or 32; 0: the model's")
@@ -390,8 +394,20 @@ def from_mapping(values: Mapping[str, Any], *, where: str = "config", source: st
         ) from None
 
 
+def _beside(config: RunConfig, folder: Path) -> RunConfig:
+    """Take the files of ``[cost]`` that have relative paths from ``folder``."""
+    cost = config.cost
+    files = {"bank": cost.bank, "calibrated": cost.calibrated}
+    if cost.device.endswith(".json"):  # else a name
+        files["device"] = cost.device
+    found: dict[str, Any] = {name: str(folder.absolute() / file) for name, file in files.items() if file}
+    return dataclasses.replace(config, cost=dataclasses.replace(cost, **found)) if found else config
+
+
 def load(path: str | Path) -> RunConfig:
     """Read a run from a TOML file.
+
+    ``cost.bank``, ``cost.calibrated`` and a ``cost.device`` that ends in ``.json`` are relative to the file's folder.
 
     Raises
     ------
@@ -414,7 +430,7 @@ def load(path: str | Path) -> RunConfig:
         raise BadInputError("not TOML: nested too deeply", where=where) from None
     except ValueError as error:  # an integer with thousands of digits
         raise BadInputError(f"not TOML: {str(error).partition(':')[0]}", where=where) from None
-    return from_mapping(values, where=where, source=source)
+    return _beside(from_mapping(values, where=where, source=source), Path(path).parent)
 
 
 def inputs_of(config: RunConfig, also: Iterable[Any] = ()) -> list[str]:

@@ -34,7 +34,7 @@ from sim.calibrated import REFERENCE_LAW, REGIMES, TERMS, Calibration, Residuals
 from sim.engine_log import EngineLog, read_logs
 from sim.load import StepLoad
 
-__all__ = ["calibrate", "fit", "summary"]
+__all__ = ["calibrate", "fit", "robust", "summary"]
 
 _KNOTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 _PER_KNOT = 6  # iterations wanted between two knots
@@ -69,8 +69,13 @@ def _weights(relative: FloatArray, turn: int) -> FloatArray:
     return np.where(z < _BISQUARE, (1.0 - np.minimum(z / _BISQUARE, 1.0) ** 2) ** 2, 0.0)
 
 
-def _solve(design: FloatArray, seconds: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+def robust(design: FloatArray, seconds: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return (coefficients, standard errors, robust weights) of the relative, non-negative, robust fit.
+
+    Parameters
+    ----------
+    design : FloatArray, shape (S, K)
+    seconds : FloatArray, shape (S,)
 
     The standard errors are the sandwich's with the weights held fixed: with 5% of outliers, intervals of nominal 95%
     cover 87 to 90%.
@@ -137,7 +142,7 @@ def fit(log: EngineLog, *, source: Sequence[str] = ()) -> Calibration:
     hats = _hats(log.load["tokens"], knots)
     linear = np.stack(terms(load, log.prunes, log.page_tokens), axis=1)
     by_law = np.stack([log.load["sampling"] * (log.law == law) for law in laws], axis=1) if laws else np.empty((n, 0))
-    coefficients, errors, weight = _solve(np.concatenate([hats, linear, by_law], axis=1), log.seconds)
+    coefficients, errors, weight = robust(np.concatenate([hats, linear, by_law], axis=1), log.seconds)
     a, b = knots.shape[0], knots.shape[0] + len(TERMS)
     fitted = np.concatenate([hats, linear, by_law], axis=1) @ coefficients
     ratio = log.seconds / fitted

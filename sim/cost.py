@@ -9,15 +9,16 @@ logits. It has four parts; part i does F_i floating-point operations and moves B
 - *head*: F = 2 P_head S, B = bytes of the output matrix (only if S > 0);
 - *prefill attention*: F = 4 L H D sum (n c + n (n + 1) / 2), B = KV read = k sum c;
 - *decode attention* (rows that compute one token and sample): dense F = 4 L H D (c + 1) and B = k c. With a budget
-  theta > 0 the L' = L - L_dense pruned layers read scores and then the kept share p of the pages::
+  theta > 0 the L' = L - L_dense pruned layers score the a = c - protected tokens of pages that may be dropped, in two
+  looks at a shadow of the keys (the second at a share f of them), and then read the kept share p of the pages::
 
-      B = k c (L_dense / L + (L' / L) ((4 + 24/page) / b + p))
-      F = 4 H D (c + 1) (L_dense + L' (1/2 + p))
+      B = k (L_dense / L c + (L' / L) (p c + (s_1 + f s_2) a))
+      F = 4 H D (L_dense (c + 1) + L' (p (c + 1) + (1 + f) a / 2)),    f = p^0.4
 
-  with b the bits of a cached element. An 8-bit shadow of the keys is 4/b of K and V (a quarter of a 16-bit cache), and
-  24/(page b) of them (0.094 at 16 tokens and 16 bits) is metadata: three 16-bit numbers per channel and page. The
-  engine's own shadow, read in two looks, takes less: at 16 bits, 16 tokens and D = 64, 0.176 and at most 0.125 more
-  where the first look leaves a page undecided. Scoring is half of the attention FLOPs: q.k without the values.
+  s_1 and s_2 are the bytes of the looks per byte of K and V (:func:`shadow_shares`): 0.176 and 0.125 at 16 bits, 16
+  tokens and D = 64. A look is half of the attention FLOPs: q.k without the values. f is what the engine looks at twice
+  with keys of 4 + 4 bits, as a function of the kept share over the rows: measured on SmolLM2-135M, contexts of 128 to
+  8,000 tokens and theta of 0.02 and 0.1, between 0.39 (p = 0.11) and 0.93 (p = 0.86); rms error 0.05.
 
 k = 2 L H_kv D b / 8 is the KV size of a token in bytes. Part i takes::
 
@@ -38,14 +39,11 @@ one would slow down instead). The time between steps is not in it: ``idle_power_
 whoever knows them (the metrics of a run).
 
 Presets. ``a100-80-llama-3-8b``: :mod:`sim.devices` says which of its numbers are assumptions. ``cpu2-smollm2-135m``:
-fitted to a 2-core AMD EPYC running this project's engine without attention: 20, 22, 40 and 157 ms for 1, 8, 64 and
-512 tokens; read bandwidth 32.9 GB/s; the model gives 20, 22.5, 37 and 153.5 ms (arithmetic and traffic add up there,
-hence o = 0). Its attention efficiency is an assumption. Its pruning terms are those of the readable PyTorch
-attention (``engine.kernels = "torch"``), far above any roofline: fitted to the CPU time of its steps (1 to 8 rows, 256
-to 3,000 tokens each, theta 0.02 to 0.03, within 8 ms), an iteration that prunes takes 29 ms more, and 8.5 us more per
-context token of the pruned rows. The kernels in C++ are not in these numbers: ``[cost] calibrated`` charges what
-``entropic calibrate`` fits to their logs. The accelerators charge nothing beyond the roofline: they describe a fused
-kernel. One device runs the whole model: no tensor parallelism.
+fitted to this project's engine with its C++ kernels on 2 cores of an AMD EPYC (batches 1 to 8, contexts 128 to 8,000,
+dense and theta 0.02 and 0.1, prefill in chunks of 32 to 512). Arithmetic and traffic add up there (o = 0). Its fitted
+bandwidth is below the 63 GB/s at which that machine reads memory, since an effective rate also pays for what the terms
+leave out. Beyond the roofline a step that prunes pays ``pruning_step_s``, and ``pruning_token_s`` per token scored;
+the accelerators pay nothing more: they describe a fused kernel. One device runs the whole model: no tensor parallelism.
 """
 
 from __future__ import annotations
@@ -56,6 +54,7 @@ from typing import NamedTuple, Protocol
 from entropic_ctl.compiled import compiled
 from entropic_ctl.config import CostConfig
 from entropic_ctl.errors import BadInputError
+from entropic_ctl.pruning.base import PruningConfig
 from sim.devices import DEVICES, DeviceSpec, device_spec, resized
 from sim.load import StepLoad
 from sim.model_shapes import MODELS, ModelShape, model_shape
@@ -76,6 +75,7 @@ __all__ = [
     "idle_power_w",
     "kv_pages",
     "preset",
+    "shadow_shares",
 ]
 
 PRESETS = {
@@ -92,6 +92,9 @@ PRESETS = {
     )
 }
 """Values of ``cost.preset``: (device, model). Any other pair is written as ``cost.device`` and ``cost.model``."""
+
+
+DEFAULT_RULE = PruningConfig()
 
 
 class StepCost(NamedTuple):
@@ -129,15 +132,15 @@ class LinearCost:
 
 
 class Roofline:
-    """The model of this module for one device, model, page size and number of dense layers.
+    """The model of this module for one device, model, page size and pruning rule.
 
     Parameters
     ----------
     device : DeviceSpec
     model : ModelShape
     page_tokens : int
-    dense_layers : int
-        Leading layers that are never pruned; more than the model has means all.
+    pruning : PruningConfig
+        Its dense layers (more than the model has means all) and its pages that are always read.
     compute_bits : int
         Width of the arithmetic, 8, 16 or 32; 0: 32 if the weights are stored so, else 16.
 
@@ -157,13 +160,12 @@ class Roofline:
         device: DeviceSpec,
         model: ModelShape,
         page_tokens: int = 16,
-        dense_layers: int = 2,
+        pruning: PruningConfig = DEFAULT_RULE,
         compute_bits: int = 0,
     ) -> None:
         self.device, self.model, self.idle_power_w = device, model, device.idle_w
         peak = device.peak(compute_bits or (32 if model.weight_bits == 32 else 16))
-        dense = min(dense_layers, model.layers)
-        pruned_share = 1 - dense / model.layers
+        first, second = shadow_shares(model, page_tokens)
         byte_s = 1.0 / (device.bandwidth * device.bandwidth_efficiency)
         weight_s = model.weight_bits / 8 * byte_s
         self.constants = RooflineConstants(
@@ -180,8 +182,10 @@ class Roofline:
             experts_s=model.expert_params * weight_s,
             untouched=1.0 - model.experts_per_token / model.experts if model.experts else 1.0,
             kv_bytes=float(model.kv_bytes_per_token),
-            pruned_share=pruned_share,
-            unread=pruned_share * (1.0 - (4.0 + 24.0 / page_tokens) / model.kv_bits),
+            pruned_share=1.0 - min(pruning.dense_layers, model.layers) / model.layers,
+            protected=float((pruning.sink_pages + pruning.recent_pages) * page_tokens),
+            first_look=first,
+            second_look=second,
             pruning_step_s=device.pruning_step_s,
             pruning_token_s=device.pruning_token_s,
             idle_w=device.idle_w,
@@ -194,6 +198,9 @@ class Roofline:
     def step(self, load: StepLoad) -> StepCost:
         """Return the cost of one iteration."""
         return StepCost(*charge(self.constants, load))
+
+
+_TWICE = 0.4
 
 
 class RooflineConstants(NamedTuple):
@@ -213,7 +220,9 @@ class RooflineConstants(NamedTuple):
     untouched: float  # share of the experts that one token leaves alone
     kv_bytes: float  # per token
     pruned_share: float  # of the layers
-    unread: float
+    protected: float  # tokens of a row that are not scored
+    first_look: float  # bytes per byte of K and V
+    second_look: float
     pruning_step_s: float
     pruning_token_s: float
     idle_w: float
@@ -243,9 +252,11 @@ def _charge(c: RooflineConstants, load: StepLoad) -> tuple[float, float, float, 
         read, keys = load.decode_context, load.decode_context + load.decode_rows
         if load.pruned_rows > 0:
             pruned, kept = load.pruned_context, load.pruned_kept_context
-            keys += c.pruned_share * (kept + load.pruned_kept - 0.5 * (pruned + load.pruned_rows))
-            read += c.pruned_share * kept - c.unread * pruned
-            host_s += c.pruning_step_s + c.pruning_token_s * pruned
+            scored = max(pruned - c.protected * load.pruned_rows, 0.0)
+            twice = scored * (kept / pruned) ** _TWICE if pruned > 0.0 else 0.0
+            keys += c.pruned_share * (kept + load.pruned_kept + 0.5 * (scored + twice) - pruned - load.pruned_rows)
+            read += c.pruned_share * (kept + c.first_look * scored + c.second_look * twice - pruned)
+            host_s += c.pruning_step_s + c.pruning_token_s * scored
         part, more = c.attention_flops * keys, c.kv_bytes * read
         flops, kv_bytes = flops + part, kv_bytes + more
         compute, memory = part * c.attention_s, more * c.byte_s
@@ -265,7 +276,19 @@ def _charge(c: RooflineConstants, load: StepLoad) -> tuple[float, float, float, 
 charge = compiled(_charge)
 
 
-def preset(name: str, page_tokens: int = 16, dense_layers: int = 2) -> Roofline:
+def shadow_shares(model: ModelShape, page_tokens: int) -> tuple[float, float]:
+    """Return the bytes of the first and of the second look at a page, per byte of its K and V.
+
+    The first reads a header (16 bytes), a weight (8 bits) and a centre (16 bits) per channel, and the high 4 bits of
+    the keys; the second the low 4 bits. Planes hold whole blocks of 16 tokens and groups of 8 channels.
+    """
+    blocks, groups = -(-page_tokens // 16), -(-model.head_dim // 8)
+    plane = 64.0 * blocks * groups
+    page = 2.0 * page_tokens * model.head_dim * model.kv_bits / 8.0
+    return (16.0 + 24.0 * groups + plane) / page, plane / page
+
+
+def preset(name: str, page_tokens: int = 16, pruning: PruningConfig = DEFAULT_RULE) -> Roofline:
     """Return the cost model called ``name``.
 
     Parameters
@@ -274,18 +297,21 @@ def preset(name: str, page_tokens: int = 16, dense_layers: int = 2) -> Roofline:
         A key of ``PRESETS``.
     page_tokens : int
         Page size of the KV pool.
-    dense_layers : int
-        Leading layers that are never pruned.
+    pruning : PruningConfig
 
     Raises
     ------
     BadInputError
         If there is no such preset; the message lists those there are.
     """
-    return cost_model(CostConfig(preset=name), page_tokens, dense_layers)
+    return cost_model(CostConfig(preset=name), page_tokens, pruning)
 
 
-def cost_model(config: CostConfig, page_tokens: int = 16, dense_layers: int = 2) -> Roofline:
+def cost_model(
+    config: CostConfig,
+    page_tokens: int = 16,
+    pruning: PruningConfig = DEFAULT_RULE,
+) -> Roofline:
     """Return the cost model a configuration describes: the preset's pair, then its device, model and overrides.
 
     Parameters
@@ -293,8 +319,7 @@ def cost_model(config: CostConfig, page_tokens: int = 16, dense_layers: int = 2)
     config : CostConfig
     page_tokens : int
         Page size of the KV pool.
-    dense_layers : int
-        Leading layers that are never pruned.
+    pruning : PruningConfig
 
     Raises
     ------
@@ -330,7 +355,7 @@ def cost_model(config: CostConfig, page_tokens: int = 16, dense_layers: int = 2)
             value=config.model or names[1],
             remedy="a larger device, a smaller model, or fewer cost.weight_bits",
         )
-    return Roofline(device, model, page_tokens, dense_layers, config.compute_bits)
+    return Roofline(device, model, page_tokens, pruning, config.compute_bits)
 
 
 def kv_pages(device: DeviceSpec, model: ModelShape, page_tokens: int = 16, memory_share: float = 0.9) -> int:

@@ -5,10 +5,12 @@ Where each number comes from (D data sheet, M measured by this project, A assump
 - ``a100-80`` (A100 SXM 80 GB), ``h100`` (H100 SXM 80 GB), ``h200`` (H200 SXM): peaks without sparsity, bandwidth,
   memory and power limit D. Efficiencies (0.6 of the peak in the layers, 0.3 in attention, 0.8 of the bandwidth) and
   2 ms of host work per iteration A, in the usual range of serving engines, the same for all three.
-- ``cpu2`` (2 cores of an AMD EPYC): peak, bandwidth, overlap, overhead and the terms of pruning M (:mod:`sim.cost`),
-  on this project's engine in bfloat16, with PyTorch's layers and attention. Attention efficiency A.
-- ``cpu`` (any CPU, sized by ``cores`` and ``bandwidth``): the peak M of ``cpu2`` per core and its bandwidth per core
-  up to 200 GB/s (A), the same overhead; set ``bandwidth`` to what your machine reads.
+- ``cpu2`` (2 cores of an AMD EPYC, bfloat16, this project's engine with its C++ kernels): the six numbers of ``_CPU2``
+  M, overlap 0. They are a fit (:mod:`sim.device_fit`), so the bandwidth is what layers and attention reach, not the
+  memory's. To repeat it: ``entropic bench steps --out DIR``, then ``entropic calibrate DIR/*.jsonl --out cost.json
+  --device cpu.json``, which prints them.
+- ``cpu`` (any CPU, sized by ``cores`` and ``bandwidth``): the rates M of ``cpu2`` per core, the bandwidth at most
+  200 GB/s (A), the same overhead; set ``bandwidth`` to what your machine reaches, or fit a device file as above.
 
 Power is A throughout, but for the limits: an active but idle accelerator draws ``idle_w``; arithmetic at the reached
 peak adds ``compute_w`` (dense matrix products run into the power limit); memory at the reached bandwidth adds
@@ -49,7 +51,7 @@ class DeviceSpec:
     overlap: float = fields.number(1.0, 0.0, 1.0, "o: 1 hides the smaller of arithmetic and traffic, 0 adds them")
     overhead_s: float = fields.number(0.0, 0.0, 60.0, "seconds per iteration, whatever it does")
     pruning_step_s: float = fields.number(0.0, 0.0, 60.0, "more seconds per iteration that prunes, beyond the roofline")
-    pruning_token_s: float = fields.number(0.0, 0.0, 1.0, "and per context token of its pruned rows")
+    pruning_token_s: float = fields.number(0.0, 0.0, 1.0, "and per token that it scores, beyond the roofline")
     peak_flops_8: float = fields.number(0.0, 0.0, 1e18, "peak in 8 bits (fp8, else int8), FLOP/s")
     peak_flops_32: float = fields.number(0.0, 0.0, 1e18, "peak in 32 bits (TF32 not counted), FLOP/s")
     idle_w: float = fields.number(0.0, 0.0, 1e5, "watts whatever it does")
@@ -89,8 +91,14 @@ class DeviceSpec:
 _REACHED = {"matmul_efficiency": 0.6, "attention_efficiency": 0.3, "bandwidth_efficiency": 0.8, "overhead_s": 0.002}
 _HOPPER = {"peak_flops": 989.4e12, "peak_flops_8": 1978.9e12, "peak_flops_32": 66.9e12, "idle_w": 100.0}
 _HOPPER |= {"compute_w": 600.0, "memory_w": 300.0, "limit_w": 700.0}
-_CPU_CORE = 0.41e12
-_CPU_CORE_BANDWIDTH = 16.45e9
+_CPU2 = {
+    "matmul_flops": 0.698e12,
+    "attention_flops": 0.288e12,
+    "bandwidth": 35.4e9,
+    "overhead_s": 0.00035,
+    "pruning_step_s": 0.0029,
+    "pruning_token_s": 0.87e-7,
+}
 _CPU_BANDWIDTH = 200e9
 
 
@@ -101,20 +109,20 @@ def cpu(cores: int, bandwidth: float = 0.0, name: str = "cpu") -> DeviceSpec:
     ----------
     cores : int
     bandwidth : float
-        Bytes/s; 0: 16.45 GB/s per core, at most 200 GB/s.
+        Bytes/s; 0: that of ``cpu2`` per core, at most 200 GB/s.
     name : str
     """
     watts = float(cores)
     return DeviceSpec(
         name,
-        peak_flops=_CPU_CORE * cores,
-        bandwidth=bandwidth or min(_CPU_CORE_BANDWIDTH * cores, _CPU_BANDWIDTH),
+        peak_flops=_CPU2["matmul_flops"] * cores / 2,
+        bandwidth=bandwidth or min(_CPU2["bandwidth"] * cores / 2, _CPU_BANDWIDTH),
         memory_bytes=4e9 * cores,
-        attention_efficiency=0.1,
+        attention_efficiency=_CPU2["attention_flops"] / _CPU2["matmul_flops"],
         overlap=0.0,
-        overhead_s=0.0117,
-        pruning_step_s=0.029,
-        pruning_token_s=8.5e-6,
+        overhead_s=_CPU2["overhead_s"],
+        pruning_step_s=_CPU2["pruning_step_s"],
+        pruning_token_s=_CPU2["pruning_token_s"],
         idle_w=1.5 * watts,
         compute_w=2.5 * watts,
         memory_w=1.0 * watts,

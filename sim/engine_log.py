@@ -18,7 +18,7 @@ from entropic_ctl.config import RunConfig, from_mapping
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.recording import FORMAT
 from entropic_ctl.replay import ReplayReport, read_events
-from entropic_ctl.signals import FloatArray
+from entropic_ctl.signals import FloatArray, IntArray
 from sim.load import StepLoad, measure
 
 __all__ = ["EngineLog", "read_log", "read_logs"]
@@ -48,6 +48,8 @@ class EngineLog:
         Temperature law.
     prunes : bool array
         Whether the pruning law was on (pages are sealed then, whoever is pruned).
+    dense_layers, protected_tokens : IntArray
+        Leading layers that are never pruned, and tokens in pages that are always read.
     seconds : FloatArray
         Duration, the time to the next plan included.
     between_s : FloatArray
@@ -58,6 +60,8 @@ class EngineLog:
     load: dict[str, FloatArray]
     law: np.ndarray
     prunes: np.ndarray
+    dense_layers: IntArray
+    protected_tokens: IntArray
     seconds: FloatArray
     between_s: FloatArray
     page_tokens: int
@@ -67,10 +71,11 @@ class EngineLog:
 
     def take(self, index: np.ndarray) -> EngineLog:
         """Return the iterations at ``index`` (bool or int)."""
-        load = {name: column[index] for name, column in self.load.items()}
-        return EngineLog(
-            load, self.law[index], self.prunes[index], self.seconds[index], self.between_s[index], self.page_tokens
-        )
+        columns = {name: getattr(self, name)[index] for name in _PER_STEP}
+        return EngineLog({name: x[index] for name, x in self.load.items()}, **columns, page_tokens=self.page_tokens)
+
+
+_PER_STEP = ("law", "prunes", "dense_layers", "protected_tokens", "seconds", "between_s")
 
 
 def _header(event: Mapping[str, Any], where: str) -> RunConfig:
@@ -191,6 +196,8 @@ def read_log(path: str | Path) -> EngineLog:
         {name: np.array([getattr(x, name) for x in loads], np.float64) for name in StepLoad._fields},
         np.full(len(loads), config.loop.temperature.name),
         np.full(len(loads), config.loop.pruning.name != "off"),
+        np.full(len(loads), pruning.dense_layers, np.int64),
+        np.full(len(loads), protected, np.int64),
         np.asarray(seconds) + np.where(np.isnan(gap), usual, gap),
         gap,
         page,
@@ -219,9 +226,6 @@ def read_logs(paths: Sequence[str | Path]) -> EngineLog:
         )
     return EngineLog(
         {name: np.concatenate([log.load[name] for log in logs]) for name in StepLoad._fields},
-        np.concatenate([log.law for log in logs]),
-        np.concatenate([log.prunes for log in logs]),
-        np.concatenate([log.seconds for log in logs]),
-        np.concatenate([log.between_s for log in logs]),
-        logs[0].page_tokens,
+        **{name: np.concatenate([getattr(log, name) for log in logs]) for name in _PER_STEP},
+        page_tokens=logs[0].page_tokens,
     )

@@ -57,7 +57,7 @@ def assumed(config: RunConfig, given: Collection[str] = ()) -> dict[str, float]:
     if work.kind == "poisson" and rate and config.cluster.replicas == 1:
         found["rate_per_s"] = rate
     if not {"step_s", "token_s"} <= set(given):
-        cost: CostModel = cost_model(config.cost, config.engine.page_tokens, config.loop.pruning.config.dense_layers)
+        cost: CostModel = cost_model(config.cost, config.engine.page_tokens, config.loop.pruning.config)
         if config.cost.calibrated:
             cost = calibrated.load(config, cost)
         found["step_s"] = longest_step(config, cost, longest)

@@ -93,7 +93,7 @@ class Maker:
         self._spare.response.require_contexts(config.loop.pruning, longest, config.cost.beyond_bank)
         self._may_leave = self._spare.response.may_leave
         if cost is None:
-            cost = costs.cost_model(config.cost, page, pruning.dense_layers)
+            cost = costs.cost_model(config.cost, page, pruning)
             if config.cost.calibrated:
                 cost = calibrated.load(config, cost)
         self.cost = cost

@@ -133,7 +133,7 @@ def predict(
         If the calibration or the bank cannot be used for this setting.
     """
     bank = bank_of(config) if bank is None else bank
-    accounts = costs.preset(config.cost.preset, config.engine.page_tokens, config.loop.pruning.config.dense_layers)
+    accounts = costs.preset(config.cost.preset, config.engine.page_tokens, config.loop.pruning.config)
     summaries, tables, beyond = [], [], 0
     for i in range(replicates):
         run = dataclasses.replace(config, seed=config.seed + i)

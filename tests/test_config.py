@@ -73,3 +73,21 @@ def test_any_valid_values_round_trip(seed: int, pages: int, rate: float) -> None
     values = {"seed": seed, "engine": {"pages": pages}, "workload": {"rate_per_s": rate}}
     run = config.from_mapping(values)
     assert config.from_mapping(config.resolve(run)) == run
+
+
+@pytest.mark.parametrize(("field", "name"), [("bank", "b.npz"), ("calibrated", "../cost.json"), ("device", "cpu.json")])
+def test_files_of_the_cost_table_are_relative_to_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, name: str
+) -> None:
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    write(folder, f"[cost]\n{field} = '{name}'\n")
+    monkeypatch.chdir(tmp_path)
+    for path in (Path("runs/run.toml"), folder / "run.toml"):
+        assert getattr(config.load(path).cost, field) == str(folder / name)
+    absolute = str(tmp_path / "elsewhere" / name)
+    assert getattr(config.load(write(folder, f"[cost]\n{field} = '{absolute}'\n")).cost, field) == absolute
+
+
+def test_what_names_no_file_of_the_cost_table_stays(tmp_path: Path) -> None:
+    assert config.load(write(tmp_path, "[cost]\ndevice = 'h100'\n")).cost == config.CostConfig(device="h100")

@@ -14,6 +14,8 @@ from backends.attention.forward import gather  # noqa: E402
 from backends.kv_cache import PagedKVCache, pack, quantise, unpack  # noqa: E402
 from entropic_ctl.errors import BadInputError  # noqa: E402
 from entropic_ctl.pruning.base import PruningConfig  # noqa: E402
+from sim.cost import shadow_shares  # noqa: E402
+from sim.model_shapes import ModelShape  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -191,3 +193,12 @@ def test_bad_tables_are_refused() -> None:
 def test_a_pool_larger_than_any_memory_names_the_setting() -> None:
     with pytest.raises(BadInputError, match=r"pages: no memory for a KV cache of .* GiB .*lower engine\.pages"):
         PagedKVCache(1000, 64, 128, pages=2**24, page_tokens=1024)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("page", [10, 16, 64])
+def test_the_simulator_charges_the_bytes_of_both_looks(dim: int, page: int) -> None:
+    cache = PagedKVCache(1, 3, dim, pages=1, page_tokens=page)
+    dense = cache.token_bytes * page
+    shares = cache.score_page_bytes / dense, cache.n_kv_heads * cache.low_page_bytes / dense
+    assert shadow_shares(ModelShape("any", 1, 3, 3, dim, 1.0, 1.0, 2), page) == pytest.approx(shares, rel=1e-12)

@@ -22,7 +22,8 @@ from entropic_ctl.ordering import wait_bound
 from entropic_ctl.scheduling.base import ScheduleView, SchedulingConfig
 from entropic_ctl.signals import Finish, FinishReason, Request, StepPlan, StepResult
 from sim.arrivals import Workload
-from sim.cost import LinearCost
+from sim.cost import LinearCost, shadow_shares
+from sim.model_shapes import MODELS
 from sim.replica import MAX_IDLE_PLANS, Replica, SimulationResult, simulate
 from sim.trajectories import Trajectories
 
@@ -384,8 +385,10 @@ def test_pruned_steps_carry_the_recorded_response() -> None:
     assert result.steps["kept_fraction"].tolist()[1:] == [pytest.approx(0.4)]
     assert result.steps["certificate_max"].tolist() == [0.0, pytest.approx(0.1)]
     assert result.steps["pruned_mass_mean"][1] == pytest.approx(0.6 * (1 - np.exp(-0.1)))
-    dense, shadow = 1024 * 23_040, 0.25 + 1.5 / 16  # codes; step, minimum and error of a page of 16
-    assert result.steps["kv_bytes"].tolist() == [0.0, pytest.approx(dense * (2 + 28 * (shadow + 0.4)) / 30)]
+    first, again = shadow_shares(MODELS["smollm2-135m"], 16)
+    looks = (first + again * 0.4**0.4) * (1024 - 80) / 1024  # 5 pages are always read
+    dense = 1024 * 23_040
+    assert result.steps["kv_bytes"].tolist() == [0.0, pytest.approx(dense * (2 + 28 * (looks + 0.4)) / 30)]
     assert result.summary["kl_nats_mean"] == pytest.approx(0.37 * 0.01)
     assert result.tokens is not None
     start = BANK.offset[1]  # prompt 0 at T = 0.8; the entropy of the pruned token is shifted by 0.1 theta
