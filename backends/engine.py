@@ -18,14 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backends.attention import PagedBatch, register
+from backends.attention import PagedBatch
 from backends.audit import LiveAudit, kl_nats
-from backends.decoder import runner
+from backends.decoder import paged
 from backends.drafting import Drafted, Drafter, drafter_of
 from backends.energy import Counters, EnergyMeter, counters
 from backends.flops import step_flops
 from backends.jobs import Job, OnText, Output, new_job
-from backends.kv_cache import PagedKVCache
 from backends.models import LoadedModel
 from backends.sampling import SamplingParams, TorchLogitView, kernels, process, row_maxima, sample, to_host
 from backends.verification import Positions, drafted_plan
@@ -112,20 +111,8 @@ class Engine:
         )
         self._drafter = drafter or drafter_of(config.speculation, model, limits, draft_model)
         self.drafted = self.accepted = 0
-        network, shape = model.model, model.shape
-        self.device, self.dtype = network.device, network.dtype
-        network.set_attn_implementation(register())
-        self.cache = PagedKVCache(
-            shape.layers,
-            shape.kv_heads,
-            shape.head_dim,
-            pages=limits.pages,
-            page_tokens=limits.page_tokens,
-            dtype=self.dtype,
-            device=self.device,
-            kernels=limits.kernels,
-        )
-        self._run = runner(network, limits.kernels)
+        self.device, self.dtype = model.model.device, model.model.dtype
+        self.cache, self._run = paged(model, limits.pages, limits.page_tokens, limits.kernels)
         self.audit = LiveAudit(limits, config.seed)
         self._sampling = kernels(limits.kernels, self.device)
         self.outputs: dict[int, Output] = {}

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.attention import PagedBatch, register
+from backends.attention import PagedBatch
 from backends.attention.audit import single_row_plan
-from backends.decoder import runner
+from backends.decoder import paged
 from backends.engine import Engine
 from backends.jobs import OnText
 from backends.kv_cache import PagedKVCache
@@ -88,18 +88,14 @@ class FilledCache:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.tokens, self.shadow = list(tokens), shadow
-        network, shape = model.model, model.shape
-        network.set_attn_implementation(register())
         pages = range(-(-max(len(tokens), room) // page_tokens))
-        sizes = (shape.layers, shape.kv_heads, shape.head_dim, len(pages), page_tokens)
-        self.cache = PagedKVCache(*sizes, dtype=network.dtype, device=network.device)
-        ids = torch.tensor(self.tokens, dtype=torch.long, device=network.device)
-        run = runner(network, "auto")
+        self.cache, self.run = paged(model, len(pages), page_tokens)
+        ids = torch.tensor(self.tokens, dtype=torch.long, device=self.cache.device)
         with torch.inference_mode():
             for start in range(0, len(tokens), chunk):
                 n = min(chunk, len(tokens) - start)
                 batch = PagedBatch.from_plan(single_row_plan(start, n, pages), self.cache, PruningConfig())
-                run(batch, ids[start : start + n])
+                self.run(batch, ids[start : start + n])
                 if shadow:
                     self.cache.seal(batch)
                 if progress is not None:
