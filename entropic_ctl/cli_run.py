@@ -361,9 +361,8 @@ def bench_certificate(context: int, theta: float, model: str | None, *, json_fil
     loaded = load_model(config)
     audit = need("backends.attention.audit", "engine")
     tokens = need("backends.prompts", "engine").document_ids(loaded, context)
-    loaded.model.set_attn_implementation(need("backends.attention", "engine").register())
     say(f"decode the end of {context:,} tokens, pruned and dense")
-    values = dataclasses.asdict(audit.audit_certificate(loaded.model, tokens, theta))
+    values = dataclasses.asdict(audit.audit_certificate(loaded, tokens, theta))
     settings = {"command": "bench certificate", "context": context, "theta_nats": theta}
     write_json(json_file, values, {**settings, "model": dataclasses.asdict(config.model)})
     show("certificate", values)

@@ -14,7 +14,7 @@ from tiny_model import tiny_llama
 
 from backends import models, native
 from backends.attention import PagedBatch, paged_attention
-from backends.attention.audit import single_row_plan
+from backends.attention.rows import single_row_plan
 from backends.engine import Engine
 from backends.kv_cache import PagedKVCache
 from backends.sampling import SamplingParams

@@ -133,8 +133,8 @@ def test_a_layer_of_the_engine_looks_at_nothing_on_the_host() -> None:
     import numpy as np
 
     from backends.attention import PagedBatch
-    from backends.attention.audit import single_row_plan
     from backends.attention.forward import paged_attention
+    from backends.attention.rows import single_row_plan
     from backends.kv_cache import PagedKVCache
     from backends.triton.launch import recording
     from entropic_ctl.pruning.base import PruningConfig
