@@ -214,6 +214,16 @@ def generate(
     model: Model = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens to generate.")] = 128,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always take the most likely token (T = 0).")] = False,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="The temperature, where the law is the fixed one.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=0, help="Keep the K likeliest tokens; 0: all.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", help="Keep the likeliest tokens with this mass, in (0, 1].")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option("--min-p", help="Drop tokens less likely than this times the likeliest.")
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option("--stop", help="End the text before this string; repeatable.")
     ] = None,
@@ -256,6 +266,8 @@ def generate(
         model=model,
         max_tokens=max_tokens,
         greedy=greedy,
+        temperature=temperature,
+        truncation={"top_k": top_k, "top_p": top_p, "min_p": min_p},
         stop=tuple(stop or ()),
         chat=not raw,
         speculation={"draft_tokens": draft, "rule": draft_rule, "draft_model": draft_model},
