@@ -95,9 +95,8 @@ class Engine:
         drafter: Drafter | None = None,
         energy: EnergyMeter | None = None,
     ) -> None:
-        limits = dataclasses.replace(
-            config.engine, max_context=min(config.engine.max_context, max(2, model.max_context))
-        )
+        longest = min(config.engine.max_context, max(2, model.max_context))
+        limits = dataclasses.replace(config.engine, max_context=longest)
         self.config, self.model, self.metrics, self.limits = config, model, metrics, limits
         self.loop = Loop(
             config.loop,
@@ -362,14 +361,7 @@ class Engine:
             alive=tempered.valid & np.isfinite(row_maxima(processed)),
         )
         used, drafted, accepted, finished = verify(
-            picked,
-            at,
-            drawn,
-            tempered.temperature,
-            now_s=self.now(),
-            eos_ids=self.model.eos_ids,
-            ending=self._ending,
-            on_text=on_text,
+            picked, at, drawn, tempered.temperature, self.now(), self.model.eos_ids, self._ending, on_text
         )
         self.drafted += drafted
         self.accepted += accepted

@@ -126,7 +126,6 @@ def verify(
     at: Positions,
     drawn: IntArray,
     temperature: FloatArray,
-    *,
     now_s: float,
     eos_ids: frozenset[int],
     ending: Container[int],
