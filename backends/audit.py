@@ -11,12 +11,16 @@ pruned rows, capped at ``engine.audit_cap_nats``.
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from backends.sampling import TorchLogitView, to_host
 from entropic_ctl.confidence import MeanBound
 from entropic_ctl.config import EngineConfig
 from entropic_ctl.signals import FloatArray, IntArray, StepPlan
@@ -65,13 +69,15 @@ class AuditTable:
 
 
 class LiveAudit(AuditTable):
-    """Decides which steps are audited, and keeps what they showed.
+    """Decides which steps are audited, runs them dense, and keeps what they showed.
 
     Parameters
     ----------
     engine : EngineConfig
     seed : int
         Of the coins.
+    clock : callable
+        Seconds now.
 
     Attributes
     ----------
@@ -79,8 +85,9 @@ class LiveAudit(AuditTable):
         Time that audits took (left out of the engine's own clock).
     """
 
-    def __init__(self, engine: EngineConfig, seed: int) -> None:
+    def __init__(self, engine: EngineConfig, seed: int, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
+        self._clock = clock
         self._every, self._rate, self._limit = engine.audit_every, engine.audit_rate, engine.audit_limit_nats
         self._coins = np.random.default_rng([seed, 0xA0D17])
         rate = self._rate or 1.0
@@ -95,6 +102,42 @@ class LiveAudit(AuditTable):
                 self._bound.skip()
             return looked
         return self._every > 0 and step % self._every == 0
+
+    def dense(self, plan: StepPlan, run: Callable[[StepPlan], Tensor]) -> Tensor | None:
+        """Return the dense logits of a step that is audited, else None.
+
+        Parameters
+        ----------
+        plan : StepPlan
+        run : callable(plan)
+            Runs the step's tokens and returns the logits of its positions; the pruned pass comes after it, and
+            overwrites the new K and V.
+        """
+        if not (plan.samples & (plan.theta_nats > 0)).any() or not self.due(plan.step):
+            return None
+        with self._timed():
+            return run(plan._replace(theta_nats=np.zeros_like(plan.theta_nats)))
+
+    def compare(self, plan: StepPlan, rows: IntArray, pruned: Tensor, dense: Tensor) -> str | None:
+        """Append those of the sampling rows ``rows`` that were pruned, given all their logits (M, n); return an alarm.
+
+        ``rows`` index the plan.
+        """
+        with self._timed():
+            hit = np.flatnonzero((plan.theta_nats[rows] > 0) & (plan.n_tokens[rows] == 1))
+            if not hit.size:
+                return None
+            index = torch.as_tensor(hit, device=pruned.device)
+            a, b = pruned[index], dense[index]
+            entropies = (to_host(TorchLogitView(x).model_entropy) for x in (b, a))
+            self.add(plan, rows[hit], kl_nats(a, b), *entropies)
+            return self.alarm
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        before = self._clock()
+        yield
+        self.seconds += self._clock() - before
 
     def add(
         self, plan: StepPlan, rows: IntArray, kl: FloatArray, dense_entropy: FloatArray, pruned_entropy: FloatArray

@@ -18,10 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from backends.attention import PagedBatch
-from backends.attention.audit import single_row_plan
 from backends.audit import kl_nats
-from backends.decoder import runner
 from backends.filled import FilledCache
 from backends.models import LoadedModel
 from backends.prompts import document_ids
@@ -46,7 +43,6 @@ class Losses:
     certified: list[Any] = dataclasses.field(default_factory=list)
 
 
-@torch.inference_mode()
 def decode_text(
     model: LoadedModel,
     tokens: Sequence[int],
@@ -71,26 +67,17 @@ def decode_text(
         Also compute true pruned masses in float64, of every ``_AUDIT_EVERY``-th position (slower than decoding).
     pruning : PruningConfig, optional
     """
-    rule = pruning or PruningConfig()
     prefix = len(tokens) - positions
     filled = FilledCache(model, tokens[:prefix], page_tokens=page_tokens, room=len(tokens))
-    cache, run = filled.cache, runner(model.model, "auto")
-    ids = torch.tensor(list(tokens), dtype=torch.long, device=model.model.device)
-    pages = range(-(-len(tokens) // page_tokens))
     found = {theta: Losses() for theta in thetas}
-    for context in range(prefix, len(tokens)):
-        plan, token, logits = single_row_plan(context, 1, pages), ids[context : context + 1], {}
+    budgets = [*thetas, 0.0]  # dense last: that is what later tokens see
+    rule, every = pruning or PruningConfig(), _AUDIT_EVERY if masses else 0
+    for passes in filled.decode(tokens[prefix:], budgets, rule, audit_every=every):
         for theta, losses in found.items():
-            batch = PagedBatch.from_plan(plan._replace(theta_nats=np.array([theta])), cache, rule)
-            batch.audit = masses and (context - prefix) % _AUDIT_EVERY == 0
-            logits[theta] = run(batch, token)
-            losses.lost += [a.true_mass for a in batch.audits]
-            losses.certified += [a.certified_mass for a in batch.audits]
-        batch = PagedBatch.from_plan(plan, cache, rule)
-        dense = run(batch, token)  # last: what later tokens see is dense
-        cache.seal(batch)
-        for theta, losses in found.items():
-            losses.kl.append(float(kl_nats(logits[theta], dense)[0]))
+            logits, batch, _ = passes[theta]
+            losses.lost += [audit.true_mass for audit in batch.audits]
+            losses.certified += [audit.certified_mass for audit in batch.audits]
+            losses.kl.append(float(kl_nats(logits, passes[0.0].logits)[0]))
     return found
 
 

@@ -25,16 +25,18 @@ from torch import Tensor
 
 from backends import decoder_abi as abi
 from backends import native
-from backends.attention import PagedBatch, paged_attention
+from backends.attention import PagedBatch, paged_attention, register
 from backends.attention.decoding import run_layers, runs_at_once
 from backends.attention.forward import layer_rule
 from backends.decoder_layout import Layout, NotCoveredError, read
 from backends.decoder_witness import distance, plain_attention, witness
+from backends.kv_cache import PagedKVCache
+from backends.models import LoadedModel
 from backends.native import LayerRule
 from backends.weight_block import gather
 from entropic_ctl.errors import BadInputError
 
-__all__ = ["FusedDecoder", "Runner", "runner"]
+__all__ = ["FusedDecoder", "Runner", "paged", "runner"]
 
 Runner = Callable[[PagedBatch, Tensor], Tensor]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -279,6 +281,27 @@ class FusedDecoder:
 def _announce(reason: str) -> None:
     """Say once that the slower way is taken, and why."""
     print(f"entropic: running PyTorch's layers instead of the C++ ones: {reason}", file=sys.stderr)  # noqa: T201
+
+
+def paged(model: LoadedModel, pages: int, page_tokens: int, kernels: str = "auto") -> tuple[PagedKVCache, Runner]:
+    """Switch a model to the paged attention; return an empty cache for it, and what runs a pass over that cache.
+
+    Parameters
+    ----------
+    model : LoadedModel
+    pages, page_tokens : int
+    kernels : {'auto', 'native', 'triton', 'torch'}
+        Of the cache, and of the forward pass (:func:`runner`).
+
+    Raises
+    ------
+    BadInputError
+        If the cache does not fit into memory, or the kernels cannot run here.
+    """
+    network, shape = model.model, model.shape
+    network.set_attn_implementation(register())
+    sizes = (shape.layers, shape.kv_heads, shape.head_dim, pages, page_tokens)
+    return PagedKVCache(*sizes, network.dtype, network.device, kernels=kernels), runner(network, kernels)
 
 
 def runner(network: Any, kernels: str) -> Runner:

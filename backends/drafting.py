@@ -12,10 +12,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from backends.attention import PagedBatch, register
+from backends.attention import PagedBatch
+from backends.decoder import paged
 from backends.flops import step_flops
 from backends.jobs import Job
-from backends.kv_cache import PagedKVCache
 from backends.models import LoadedModel
 from backends.sampling import process, sample
 from entropic_ctl.config import EngineConfig, SpeculationConfig
@@ -187,17 +187,7 @@ class DraftModel:
     def __init__(self, model: LoadedModel, target: LoadedModel, limits: EngineConfig) -> None:
         _same_tokens(model, target)
         self.model, self._vocabulary = model, min(model.vocab_size, target.vocab_size)
-        network, shape = model.model, model.shape
-        network.set_attn_implementation(register())
-        self.cache = PagedKVCache(
-            shape.layers,
-            shape.kv_heads,
-            shape.head_dim,
-            pages=limits.pages,
-            page_tokens=limits.page_tokens,
-            dtype=network.dtype,
-            device=network.device,
-        )
+        self.cache, self._forward = paged(model, limits.pages, limits.page_tokens, limits.kernels)
         self._cached: dict[int, int] = {}  # request -> its known tokens whose K and V are here
 
     def leave(self, request_id: int) -> None:
@@ -248,7 +238,7 @@ class DraftModel:
         """Return the logits of the sampling rows, and the KV bytes read and operations of the pass."""
         batch = PagedBatch.from_plan(part, self.cache, PruningConfig())
         inputs = torch.tensor(tokens, dtype=torch.long, device=self.cache.device)
-        logits = batch.run(self.model.model, inputs).float()[:, : self._vocabulary]
+        logits = self._forward(batch, inputs).float()[:, : self._vocabulary]
         rows = part.n_rows
         return logits, (batch.kv_bytes, step_flops(self.model, part, np.ones(rows), np.zeros(rows, np.int64)))
 

@@ -18,17 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from backends.attention import PagedBatch, register
-from backends.audit import LiveAudit, kl_nats
-from backends.decoder import runner
+from backends.attention import PagedBatch
+from backends.audit import LiveAudit
+from backends.decoder import paged
 from backends.drafting import Drafted, Drafter, drafter_of
 from backends.energy import Counters, EnergyMeter, counters
 from backends.flops import step_flops
 from backends.jobs import Job, OnText, Output, new_job
-from backends.kv_cache import PagedKVCache
 from backends.models import LoadedModel
-from backends.sampling import SamplingParams, TorchLogitView, kernels, process, row_maxima, sample, to_host
-from backends.verification import Positions, drafted_plan
+from backends.sampling import SamplingParams, kernels, process, row_maxima, sample
+from backends.verification import Positions, drafted_plan, settled, verify
 from entropic_ctl.certificates import Verdict
 from entropic_ctl.config import RunConfig
 from entropic_ctl.errors import NoProgressError
@@ -96,9 +95,8 @@ class Engine:
         drafter: Drafter | None = None,
         energy: EnergyMeter | None = None,
     ) -> None:
-        limits = dataclasses.replace(
-            config.engine, max_context=min(config.engine.max_context, max(2, model.max_context))
-        )
+        longest = min(config.engine.max_context, max(2, model.max_context))
+        limits = dataclasses.replace(config.engine, max_context=longest)
         self.config, self.model, self.metrics, self.limits = config, model, metrics, limits
         self.loop = Loop(
             config.loop,
@@ -112,22 +110,9 @@ class Engine:
         )
         self._drafter = drafter or drafter_of(config.speculation, model, limits, draft_model)
         self.drafted = self.accepted = 0
-        network, shape = model.model, model.shape
-        self.device, self.dtype = network.device, network.dtype
-        network.set_attn_implementation(register())
-        self.cache = PagedKVCache(
-            shape.layers,
-            shape.kv_heads,
-            shape.head_dim,
-            pages=limits.pages,
-            page_tokens=limits.page_tokens,
-            dtype=self.dtype,
-            device=self.device,
-            kernels=limits.kernels,
-        )
-        self._run = runner(network, limits.kernels)
-        self.audit = LiveAudit(limits, config.seed)
-        self._sampling = kernels(limits.kernels, self.device)
+        self.cache, self._run = paged(model, limits.pages, limits.page_tokens, limits.kernels)
+        self.audit = LiveAudit(limits, config.seed, clock)
+        self._sampling = kernels(limits.kernels, self.cache.device)
         self.outputs: dict[int, Output] = {}
         self._pruning = config.loop.pruning.config
         self._prunes = config.loop.pruning.name != "off"
@@ -145,7 +130,7 @@ class Engine:
 
     def now(self) -> float:
         """Return the engine's time in seconds: real time since construction, audits left out."""
-        return self._clock() - self._origin
+        return self._clock() - self._origin - self.audit.seconds
 
     @property
     def idle(self) -> bool:
@@ -264,10 +249,7 @@ class Engine:
                 drafted = self._drafter.propose(plan, jobs)
                 plan = drafted_plan(plan, drafted, jobs, self.model.vocab_size)
             result = self._execute(plan, on_text)
-            if drafted.flops:
-                result = result._replace(
-                    kv_bytes=result.kv_bytes + drafted.kv_bytes, flops=result.flops + drafted.flops
-                )
+            result = result._replace(kv_bytes=result.kv_bytes + drafted.kv_bytes, flops=result.flops + drafted.flops)
             finished = self.loop.observe(result)
             if self.metrics is not None:
                 self.metrics.step(plan, result, finished)
@@ -318,145 +300,74 @@ class Engine:
     def _execute(self, plan: StepPlan, on_text: OnText | None) -> StepResult:
         jobs = [self._jobs[int(i)] for i in plan.ids]
         rows = np.flatnonzero(plan.samples)
-        inputs = self._pack(plan, jobs)
-        dense = self._dense_logits(plan, inputs)
-        batch = PagedBatch.from_plan(plan, self.cache, self._pruning)
+        spans = zip(jobs, plan.context.tolist(), plan.n_tokens.tolist(), strict=True)
+        packed = [token for job, start, count in spans for token in job.tokens(start, count)]
+        inputs = torch.tensor(packed, dtype=torch.long, device=self.cache.device)
+        at = Positions.of(plan.n_draft[rows] + 1)
+        dense = self.audit.dense(plan, lambda exact: self._forward(self._batch(exact), inputs))
+        batch = self._batch(plan)
         logits = self._forward(batch, inputs)
         statistics = batch.statistics()
-        at = Positions.of(plan.n_draft[rows] + 1)
         if self._probe is not None and rows.size:
             self._probe(plan, rows[at.owner], logits)
-        ids, tokens, tempered, finished = self._choose(plan, jobs, rows, at, logits, on_text)
+        chosen, finished = self._choose(plan, jobs, rows, at, logits, on_text)
         if self._prunes:
-            self._seal(plan, jobs, batch)
+            self.cache.seal_pages(batch.filled_pages(settled(plan, jobs)))
         if dense is not None:
-            self._record_audit(plan, rows, logits[at.first], dense[at.first])
+            alarm = self.audit.compare(plan, rows, logits[at.first], dense[at.first])
+            if alarm is not None:
+                self.loop.stop_pruning(alarm)
         for job, nats in zip(jobs, statistics.certificate_max.tolist(), strict=True):
             job.charge(nats)
-        kept = np.asarray(statistics.kept_fraction, np.float64)
         return StepResult(
             step=plan.step,
             start_s=plan.now_s,
             end_s=self.now(),
-            token_ids=ids,
-            tokens=tokens,
-            **tempered,
-            kept_fraction=kept,
-            pruned_mass_mean=np.asarray(statistics.pruned_mass_mean, np.float64),
-            pruned_mass_max=np.asarray(statistics.pruned_mass_max, np.float64),
-            certificate_max=np.asarray(statistics.certificate_max, np.float64),
-            kv_bytes=float(statistics.kv_bytes),
-            flops=step_flops(self.model, plan, kept, statistics.pruned_layers),
+            **chosen,
+            kept_fraction=statistics.kept_fraction,
+            pruned_mass_mean=statistics.pruned_mass_mean,
+            pruned_mass_max=statistics.pruned_mass_max,
+            certificate_max=statistics.certificate_max,
+            kv_bytes=statistics.kv_bytes,
+            flops=step_flops(self.model, plan, statistics.kept_fraction, statistics.pruned_layers),
             finished=tuple(finished),
             drafted=plan.n_draft,
             energy_j=self.energy.lap(),
         )
 
-    def _seal(self, plan: StepPlan, jobs: list[Job], batch: PagedBatch) -> None:
-        """Seal the pages that were filled with tokens that stay: not those of rejected drafts."""
-        if not plan.n_draft.any():
-            self.cache.seal(batch)
-            return
-        computed = np.array([len(job.known) - 1 for job in jobs], np.int64)  # the newest token is not
-        stays = np.where(plan.n_draft > 0, computed, plan.context + plan.n_tokens)
-        self.cache.seal_pages(batch.filled_pages(stays))
-
-    def _pack(self, plan: StepPlan, jobs: list[Job]) -> Tensor:
-        """Return the tokens of all rows, packed without padding, int64 (T,)."""
-        spans = list(zip(plan.context.tolist(), plan.n_tokens.tolist(), strict=True))
-        tokens = [t for job, (start, count) in zip(jobs, spans, strict=True) for t in job.tokens(start, count)]
-        return torch.tensor(tokens, dtype=torch.long, device=self.device)
+    def _batch(self, plan: StepPlan) -> PagedBatch:
+        return PagedBatch.from_plan(plan, self.cache, self._pruning)
 
     def _forward(self, batch: PagedBatch, tokens: Tensor) -> Tensor:
         """Return the raw logits of the sampling rows' positions, float32 (K, n), in plan order."""
         return self._run(batch, tokens).float()
 
-    def _dense_logits(self, plan: StepPlan, inputs: Tensor) -> Tensor | None:
-        """On audited steps, run the same tokens dense first; the pruned pass then overwrites the new K and V."""
-        if not (plan.samples & (plan.theta_nats > 0)).any() or not self.audit.due(plan.step):
-            return None
-        before = self._clock()
-        exact = plan._replace(theta_nats=np.zeros_like(plan.theta_nats))
-        logits = self._forward(PagedBatch.from_plan(exact, self.cache, self._pruning), inputs)
-        self._leave_out(before)
-        return logits
-
-    def _leave_out(self, before: float) -> None:
-        """Take the time since ``before`` out of the engine's clock and book it as the audit's."""
-        spent = self._clock() - before
-        self._origin += spent
-        self.audit.seconds += spent
-
-    def _record_audit(self, plan: StepPlan, rows: Any, pruned: Tensor, dense: Tensor) -> None:
-        before = self._clock()
-        hit = np.flatnonzero((plan.theta_nats[rows] > 0) & (plan.n_tokens[rows] == 1))
-        if hit.size:
-            index = torch.as_tensor(hit, device=pruned.device)
-            a, b = pruned[index], dense[index]
-            entropies = (to_host(TorchLogitView(x).model_entropy) for x in (b, a))
-            self.audit.add(plan, rows[hit], kl_nats(a, b), *entropies)
-            alarm = self.audit.alarm
-            if alarm is not None:
-                self.loop.stop_pruning(alarm)
-        self._leave_out(before)
-
     def _choose(
         self, plan: StepPlan, jobs: list[Job], rows: Any, at: Positions, logits: Tensor, on_text: OnText | None
-    ) -> tuple[Any, Any, dict[str, Any], list[Finish]]:
-        """Temper, sample, verify; extend texts; return (ids, tokens, per-token columns, driver-ended requests)."""
+    ) -> tuple[dict[str, Any], list[Finish]]:
+        """Temper, sample, verify; extend texts; return the per-token columns of the result, and who is done."""
         picked = [jobs[row] for row in rows]
-        shown = [picked[i] for i in at.owner.tolist()]
-        params, ahead = [job.params for job in shown], at.ahead.tolist()
-        processed = process(logits, params, [job.seen(j) for job, j in zip(shown, ahead, strict=True)])
+        shown = [(picked[i], ahead) for i, ahead in zip(at.owner.tolist(), at.ahead.tolist(), strict=True)]
+        params = [job.params for job, _ in shown]
+        processed = process(logits, params, [job.seen(ahead) for job, ahead in shown])
         tempered = self.loop.temper(self._sampling.view(logits, processed), at.count if self._drafter else None)
-        alive = tempered.valid & np.isfinite(row_maxima(processed))
-        good = np.flatnonzero(alive)
-        drawn = np.full(alive.shape[0], -1, np.int64)
-        drawn[good] = sample(
-            processed[torch.as_tensor(good, device=logits.device)] if good.size < alive.size else processed,
-            tempered.temperature[good],
-            plan.greedy[rows[at.owner[good]]],
-            [params[i] for i in good],
-            [len(shown[i].output.token_ids) + ahead[i] for i in good],
+        drawn = sample(
+            processed,
+            tempered.temperature,
+            plan.greedy[rows[at.owner]],
+            params,
+            [len(job.output.token_ids) + ahead for job, ahead in shown],
             self._sampling.choose,
+            alive=tempered.valid & np.isfinite(row_maxima(processed)),
         )
-        finished: list[Finish] = []
-        used: list[int] = []  # positions that became tokens
-        now = self.now() if good.size else 0.0
-        for job, first in zip(picked, at.first.tolist(), strict=True):
-            if job.request.id in self._ending:  # by the text of a row before it
-                continue
-            count, end = self._accept(job, drawn[first : first + 1 + len(job.draft)].tolist(), now, on_text)
-            if count:
-                job.temperature = float(tempered.temperature[first + count - 1])
-            used.extend(range(first, first + count))
-            if end is not None:
-                finished.append(end)
+        used, drafted, accepted, finished = verify(
+            picked, at, drawn, tempered.temperature, self.now(), self.model.eos_ids, self._ending, on_text
+        )
+        self.drafted += drafted
+        self.accepted += accepted
         if self._ending:
             gone = [number for number in plan.ids.tolist() if number in self._ending]
             finished = [finish for finish in finished if finish.id not in self._ending]
             finished += [Finish(number, FinishReason.CANCELLED) for number in gone]
-        columns = {
-            "temperature": tempered.temperature[used],
-            "model_entropy": tempered.model_entropy[used],
-            "tempered_entropy": tempered.tempered_entropy[used],
-            "varentropy": tempered.varentropy[used],
-        }
-        return plan.ids[rows[at.owner[used]]], drawn[used], columns, finished
-
-    def _accept(self, job: Job, drawn: list[int], now_s: float, on_text: OnText | None) -> tuple[int, Finish | None]:
-        """Extend a text by the target's tokens (-1: none could be drawn) while they follow the draft, and one more."""
-        draft = job.draft
-        self.drafted += len(draft)
-        for count, token in enumerate(drawn):
-            if token < 0:
-                why = "no finite logit, or one that is NaN or +inf"
-                return count, Finish(job.request.id, FinishReason.EMPTY_SUPPORT, why)
-            reason = job.accept(token, now_s, self.model.eos_ids, on_text)
-            follows = count < len(draft) and token == draft[count]
-            self.accepted += follows
-            if reason is not None:
-                return count + 1, Finish(job.request.id, reason)
-            if not follows or job.request.id in self._ending:
-                return count + 1, None
-        raise AssertionError("the position after a draft follows nothing")
+        columns = {name: values[used] for name, values in tempered._asdict().items() if name != "valid"}
+        return {"token_ids": plan.ids[rows[at.owner[used]]], "tokens": drawn[used]} | columns, finished

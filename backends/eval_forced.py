@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from backends.attention import PagedBatch, register
-from backends.attention.audit import single_row_plan
+from backends.attention.rows import single_row_plan
 from backends.audit import kl_nats
 from backends.eval_arms import Arm
 from backends.jobs import prefix_hashes

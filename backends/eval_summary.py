@@ -37,10 +37,16 @@ COLUMNS = (
 )
 _NONE = Interval(float("nan"), float("nan"), float("nan"))
 Row = dict[str, Any]
+Over = Callable[[FloatArray], Interval]
 
 
 def _row(task: str, metric: str, group: str, arm: str, value: Interval, dense: float, change: Interval, n: int) -> Row:
     return dict(zip(COLUMNS, (task, metric, group, arm, *value, dense, *change, n), strict=True))
+
+
+def _paired(task: str, metric: str, group: str, arm: str, values: FloatArray, dense: FloatArray, over: Over) -> Row:
+    """Return the row of values that are paired with dense's; ``over`` gives the interval of a mean."""
+    return _row(task, metric, group, arm, over(values), float(dense.mean()), over(values - dense), values.size)
 
 
 def table_of(rows: Sequence[Row]) -> Arrays:
@@ -96,18 +102,16 @@ def summarise_long(table: Arrays, arms: Sequence[str], moving: Sequence[str], *,
             kl = grid("kl", arm)
             rows.append(_row("long text", "kl", group, arm, over(kl), 0.0, _NONE, n))
             rows.append(_row("long text", "kl_p99", group, arm, over(kl, _p99), 0.0, _NONE, n))
-            for name in ("hit", "agrees", "kept"):
-                values, dense = grid(name, arm), grid(name, DENSE)
-                at_dense = float(dense.mean())
-                rows.append(_row("long text", name, group, arm, over(values), at_dense, over(values - dense), n))
+            rows += [
+                _paired("long text", name, group, arm, grid(name, arm), grid(name, DENSE), over)
+                for name in ("hit", "agrees", "kept")
+            ]
             worst = float(grid("certificate", arm).max())
             rows.append(_row("long text", "certificate_max", group, arm, Interval(worst, *_NONE[1:]), 0.0, _NONE, n))
-            if arm not in moving:
-                continue
-            for name in ("nll_tempered", "kl_tempered", "temperature"):
-                values, dense = grid(name, arm), grid(name, DENSE)
-                at_dense = float(dense.mean())
-                rows.append(_row("long text", name, group, arm, over(values), at_dense, over(values - dense), n))
+            rows += [
+                _paired("long text", name, group, arm, grid(name, arm), grid(name, DENSE), over)
+                for name in (("nll_tempered", "kl_tempered", "temperature") if arm in moving else ())
+            ]
     return rows
 
 
@@ -158,6 +162,10 @@ def summarise_needles(table: Arrays, arms: Sequence[str], *, seed: int) -> list[
         Dense first.
     seed : int
     """
+
+    def over(values: FloatArray) -> Interval:
+        return item_statistic(mean_of(values), values.size, seed=seed)
+
     everything = np.ones(table["depth"].shape[0], np.bool_)
     groups = [("all", everything)]
     for name in ("length", "depth"):
@@ -166,11 +174,9 @@ def summarise_needles(table: Arrays, arms: Sequence[str], *, seed: int) -> list[
     for group, pick in groups:
         for arm in arms:
             mine, base = ((table["arm"] == name) & pick for name in (arm, DENSE))
-            n = int(mine.sum())
             for metric in ("retrieved", "log_p", "kept"):
                 values, dense = (np.asarray(table[metric][side], np.float64) for side in (mine, base))
-                value, change = (item_statistic(mean_of(x), n, seed=seed) for x in (values, values - dense))
-                rows.append(_row("needle", metric, group, arm, value, float(dense.mean()), change, n))
+                rows.append(_paired("needle", metric, group, arm, values, dense, over))
     return rows
 
 

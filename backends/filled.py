@@ -1,20 +1,22 @@
 """Requests that start with a full cache: a text is prefilled once, and its pages are copied to every request.
 
 Timing decode steps at 8 x 8,000 tokens should not cost eight prefills. The copies are real: each request has its own
-pages, in its own memory, so a step reads as many bytes as if each had been prefilled.
+pages, in its own memory, so a step reads as many bytes as if each had been prefilled. Measurements decode one given
+text over the cache instead, each token under several budgets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from backends.attention import PagedBatch, register
-from backends.attention.audit import single_row_plan
-from backends.decoder import runner
+from backends.attention import PagedBatch
+from backends.attention.rows import single_row_plan
+from backends.decoder import paged
 from backends.engine import Engine
 from backends.jobs import OnText
 from backends.kv_cache import PagedKVCache
@@ -25,7 +27,7 @@ from entropic_ctl.errors import BadInputError, EntropicError
 from entropic_ctl.pruning.base import PruningConfig
 from entropic_ctl.signals import IntArray, StepPlan, StepResult
 
-__all__ = ["FilledCache", "FilledEngine", "copy_pages"]
+__all__ = ["FilledCache", "FilledEngine", "Pass", "copy_pages"]
 
 
 def _pools(cache: PagedKVCache, *, shadow: bool) -> list[tuple[str, torch.Tensor]]:
@@ -55,6 +57,14 @@ def copy_pages(source: PagedKVCache, pages: IntArray, target: PagedKVCache, into
     for (_, a), (_, b) in zip(_pools(source, shadow=shadow), _pools(target, shadow=shadow), strict=True):
         b[:, there] = a[:, here].to(target.device)
     target.sealed[into] = source.sealed[pages] if shadow else False
+
+
+class Pass(NamedTuple):
+    """One decoded position under one budget: raw logits (1, n), what its attention recorded, wall time."""
+
+    logits: torch.Tensor
+    batch: PagedBatch
+    seconds: float
 
 
 class FilledCache:
@@ -88,22 +98,55 @@ class FilledCache:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.tokens, self.shadow = list(tokens), shadow
-        network, shape = model.model, model.shape
-        network.set_attn_implementation(register())
         pages = range(-(-max(len(tokens), room) // page_tokens))
-        sizes = (shape.layers, shape.kv_heads, shape.head_dim, len(pages), page_tokens)
-        self.cache = PagedKVCache(*sizes, dtype=network.dtype, device=network.device)
-        ids = torch.tensor(self.tokens, dtype=torch.long, device=network.device)
-        run = runner(network, "auto")
+        self.cache, self.run = paged(model, len(pages), page_tokens)
+        ids = torch.tensor(self.tokens, dtype=torch.long, device=self.cache.device)
         with torch.inference_mode():
             for start in range(0, len(tokens), chunk):
                 n = min(chunk, len(tokens) - start)
                 batch = PagedBatch.from_plan(single_row_plan(start, n, pages), self.cache, PruningConfig())
-                run(batch, ids[start : start + n])
+                self.run(batch, ids[start : start + n])
                 if shadow:
                     self.cache.seal(batch)
                 if progress is not None:
                     progress(start + n, len(tokens))
+
+    @torch.inference_mode()
+    def decode(
+        self, tokens: Sequence[int], thetas: Sequence[float], pruning: PruningConfig, *, audit_every: int = 0
+    ) -> Iterator[dict[float, Pass]]:
+        """Decode a given continuation of the text, each token under every budget in turn, from the same cache.
+
+        Every pass overwrites the token's K and V: later tokens see those of the last budget.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            At most as many as the cache has room for.
+        thetas : sequence of float
+            Budgets, nats; 0 is dense.
+        pruning : PruningConfig
+        audit_every : int
+            Compute the true pruned masses in float64 at every so many tokens, from the first on; 0: never.
+
+        Yields
+        ------
+        dict
+            The passes of one token, by budget.
+        """
+        ids = torch.tensor(list(tokens), dtype=torch.long, device=self.cache.device)
+        pages = range(self.cache.n_pages)
+        for at in range(len(tokens)):
+            passes = {}
+            for theta in thetas:
+                start = time.perf_counter()
+                plan = single_row_plan(len(self.tokens) + at, 1, pages, theta_nats=theta)
+                batch = PagedBatch.from_plan(plan, self.cache, pruning)
+                batch.audit = theta > 0 and audit_every > 0 and at % audit_every == 0
+                logits = self.run(batch, ids[at : at + 1])
+                passes[theta] = Pass(logits, batch, time.perf_counter() - start)
+            self.cache.seal(batch)
+            yield passes
 
 
 class FilledEngine(Engine):

@@ -4,7 +4,7 @@
 
 Runs in place with the machine's own interpreter: PyTorch and Triton are all it needs. Every part is reported on its
 own; one that fails leaves its error in the table and a status of 1 at the end, and the others still run. Without a GPU
-it prints the floor computed from bytes, and why there is nothing else.
+it prints the floor computed from bytes, says why there is nothing else, and ends with status 2.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _cell(value: Any) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the check and return the exit status: 1 if a part failed."""
+    """Run the check and return the exit status: 1 if a part failed, 2 if there is no GPU to check."""
     parser = argparse.ArgumentParser(prog="gpu-check", description="Are the Triton kernels right and fast here?")
     parser.add_argument("--out", type=Path, default=Path("out/gpu-check"), help="folder for result.json")
     parser.add_argument("--seconds", type=float, default=420.0, help="start no further size after this long")
@@ -259,7 +259,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     target.write_text(json.dumps(parts.results | {"failed": parts.failed}, indent=1) + "\n", encoding="utf-8")
     verdict = "FAILED: " + ", ".join(parts.failed) if parts.failed else "all parts ran" if why is None else "no GPU"
     print(f"\n{verdict}; written to {target}")
-    return 1 if parts.failed else 0
+    if parts.failed:
+        return 1
+    if why is not None:
+        print(f"gpu-check: nothing was checked: {why}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def _shown(value: Any) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run both loops and return the exit status."""
+    """Run both loops and return the exit status: 2 if there is no GPU, or the input is bad."""
     parser = argparse.ArgumentParser(prog="gpu-demo", description="Tuned loop against baseline on a GPU.")
     parser.add_argument("--model", type=Path, help="Hugging Face folder (default: fetched, else random)")
     parser.add_argument("--requests", type=int, default=32)
@@ -121,8 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on any device")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available() and not options.tiny:
-        print("gpu-demo: no CUDA device is visible to PyTorch; `entropic demo` runs the same loop on a CPU")
-        return 0
+        why = "no CUDA device is visible to PyTorch; `entropic demo` runs the same loop on a CPU"
+        print(f"gpu-demo: {why}", file=sys.stderr)
+        return 2
     device = torch.device("cuda" if torch.cuda.is_available() and not interpreted() else "cpu")
     try:
         if options.tiny:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from backends.attention import PagedBatch, register
-from backends.attention.audit import single_row_plan
+from backends.attention.rows import single_row_plan
 from backends.audit import kl_nats
 from backends.kv_cache import PagedKVCache
 from backends.models import LoadedModel

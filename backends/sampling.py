@@ -234,13 +234,15 @@ def sample(
     params: Sequence[SamplingParams],
     index: Sequence[int],
     choose: Choose = gumbel.choose,
+    *,
+    alive: npt.NDArray[np.bool_] | None = None,
 ) -> np.ndarray[Any, Any]:
     """Draw one token per row by Gumbel-max, each row on its own.
 
     Parameters
     ----------
     logits : Tensor, float32, shape (M, n)
-        Processed logits; every row has at least one finite entry and no NaN.
+        Processed logits; every row that is ``alive`` has at least one finite entry and no NaN.
     temperature : float64, shape (M,)
         Read only where ``greedy`` is False; any non-negative number, 0 included (the limit: the most likely token).
     greedy : bool, shape (M,)
@@ -249,26 +251,29 @@ def sample(
         How many tokens the request has generated before this one.
     choose : callable
         The kernel that draws.
+    alive : bool, shape (M,), optional
+        Rows to draw; default: all.
 
     Returns
     -------
     int64, shape (M,)
+        -1 for rows that are not drawn.
     """
-    tokens = np.empty(logits.shape[0], np.int64)
-    sure = np.asarray(greedy, np.bool_) | (np.asarray(temperature) == 0.0)
+    tokens = np.full(logits.shape[0], -1, np.int64)
+    drawn = np.ones(logits.shape[0], np.bool_) if alive is None else alive
+    sure = drawn & (np.asarray(greedy, np.bool_) | (np.asarray(temperature) == 0.0))
     if sure.any():
         rows = np.flatnonzero(sure)
         chosen = logits if rows.size == sure.size else logits[torch.as_tensor(rows, device=logits.device)]
         tokens[rows] = torch.argmax(chosen, dim=-1).cpu().numpy()
-    rows = np.flatnonzero(~sure)
+    rows = np.flatnonzero(drawn & ~sure)
     if rows.size == 0:
         return tokens
     chosen = logits if rows.size == sure.size else logits[torch.as_tensor(rows, device=logits.device)]
     if any(params[row].truncates for row in rows):
         chosen = _truncate(chosen, temperature[rows], [params[row] for row in rows])
     t = torch.as_tensor(np.asarray(temperature)[rows], dtype=torch.float64, device=logits.device)
-    drawn = choose(chosen, t, [params[row].seed for row in rows], [index[row] for row in rows])
-    tokens[rows] = drawn.cpu().numpy()
+    tokens[rows] = choose(chosen, t, [params[row].seed for row in rows], [index[row] for row in rows]).cpu().numpy()
     return tokens
 
 

@@ -25,17 +25,17 @@ A drafting row reads its KV cache dense: pruning acts on rows of one token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from backends.drafting import Drafted
-from backends.jobs import Job
+from backends.jobs import Job, OnText
 from entropic_ctl.errors import BadInputError
-from entropic_ctl.signals import IntArray, StepPlan
+from entropic_ctl.signals import Finish, FinishReason, FloatArray, IntArray, StepPlan
 
-__all__ = ["Positions", "drafted_plan"]
+__all__ = ["Positions", "Verified", "drafted_plan", "settled", "verify"]
 
 
 class Positions(NamedTuple):
@@ -100,3 +100,79 @@ def drafted_plan(plan: StepPlan, drafted: Drafted, jobs: Sequence[Job], vocab_si
         job.draft = list(tokens)
     count = np.array([len(tokens) for tokens in drafted.tokens], np.int64)
     return plan._replace(n_draft=count, n_tokens=plan.n_tokens - plan.n_draft + count)
+
+
+class Verified(NamedTuple):
+    """What became of a step's positions.
+
+    Parameters
+    ----------
+    used : list of int
+        Positions that became tokens.
+    drafted, accepted : int
+        Tokens that were drafted, and those of them that became text.
+    finished : list of Finish
+        Texts that ended.
+    """
+
+    used: list[int]
+    drafted: int
+    accepted: int
+    finished: list[Finish]
+
+
+def verify(
+    jobs: Sequence[Job],
+    at: Positions,
+    drawn: IntArray,
+    temperature: FloatArray,
+    now_s: float,
+    eos_ids: frozenset[int],
+    ending: Container[int],
+    on_text: OnText | None,
+) -> Verified:
+    """Extend each text by the target's tokens while they follow its draft, and by one more.
+
+    Parameters
+    ----------
+    jobs : sequence of M Job
+        Of the sampling rows.
+    at : Positions
+    drawn : IntArray, shape (K,)
+        The target's token at each position; -1: none could be drawn.
+    temperature : FloatArray, shape (K,)
+    now_s : float
+    eos_ids : frozenset of int
+    ending : container of int
+        Requests cancelled meanwhile (``on_text`` may add to it): they take no more tokens.
+    on_text : callable(id, text), optional
+    """
+    used: list[int] = []
+    finished: list[Finish] = []
+    drafted = accepted = 0
+    for job, first in zip(jobs, at.first.tolist(), strict=True):
+        number, draft = job.request.id, job.draft
+        if number in ending:  # by the text of a row before it
+            continue
+        drafted += len(draft)
+        for ahead, token in enumerate(drawn[first : first + 1 + len(draft)].tolist()):
+            if token < 0:
+                why = "no finite logit, or one that is NaN or +inf"
+                finished.append(Finish(number, FinishReason.EMPTY_SUPPORT, why))
+                break
+            reason = job.accept(token, now_s, eos_ids, on_text)
+            follows = ahead < len(draft) and token == draft[ahead]
+            accepted += follows
+            used.append(first + ahead)
+            job.temperature = float(temperature[first + ahead])
+            if reason is not None:
+                finished.append(Finish(number, reason))
+            if reason is not None or not follows or number in ending:
+                break
+    return Verified(used, drafted, accepted, finished)
+
+
+def settled(plan: StepPlan, jobs: Sequence[Job]) -> IntArray:
+    """Return how many tokens of each row's cache stay after the step, shape (R,): not those of rejected drafts."""
+    computed = np.array([len(job.known) - 1 for job in jobs], np.int64)  # the newest token is not
+    return np.where(plan.n_draft > 0, computed, plan.context + plan.n_tokens)

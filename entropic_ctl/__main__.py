@@ -13,6 +13,10 @@ def main() -> None:
         if sys.stderr is not None:
             sys.stderr.write("entropic: interrupted\n")
         raise SystemExit(130) from None
+    finally:
+        # CPython dies of SIGINT at its end, whatever the status, if an interrupt left code compiled from a string (as
+        # dataclasses do on import); running such code to its end takes that back.
+        exec("")  # noqa: S102
 
 
 if __name__ == "__main__":

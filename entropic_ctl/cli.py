@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,30 +54,41 @@ from entropic_ctl.errors import EntropicError, one_line
 __all__ = ["app", "main"]
 
 
+@contextlib.contextmanager
+def _guard() -> Iterator[None]:
+    """Turn errors a caller can cause into one line and an exit status."""
+    try:
+        yield
+    except EntropicError as error:
+        _complain(str(error))
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt as error:
+        kept = getattr(error, "kept", None)
+        _complain("interrupted" + (f"; what was finished is in {kept}" if kept else ""))
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        drop_stdout()
+        raise typer.Exit(0) from None
+    except OSError as error:  # a full disk, a name too long, a folder without permission: nobody's bug
+        if error.filename is None:
+            drop_stdout()
+        _complain(f"{error.filename or 'output'}: {error.strerror or error}")
+        raise typer.Exit(2) from None
+    except MemoryError:
+        _complain("not enough memory; lower engine.pages, engine.max_live or workload.n_requests")
+        raise typer.Exit(2) from None
+
+
 class _Guarded(TyperGroup):
-    """Turns errors a caller can cause into one line and an exit status, for every command at once."""
+    """Guards every command at once, and the reading of its options."""
+
+    def make_context(self, *arguments: Any, **options: Any) -> Any:
+        with _guard():
+            return super().make_context(*arguments, **options)
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _guard():
             return super().invoke(ctx)
-        except EntropicError as error:
-            _complain(str(error))
-            raise typer.Exit(2) from None
-        except KeyboardInterrupt as error:
-            kept = getattr(error, "kept", None)
-            _complain("interrupted" + (f"; what was finished is in {kept}" if kept else ""))
-            raise typer.Exit(130) from None
-        except BrokenPipeError:
-            drop_stdout()
-            raise typer.Exit(0) from None
-        except OSError as error:  # a full disk, a name too long, a folder without permission: nobody's bug
-            if error.filename is None:
-                drop_stdout()
-            _complain(f"{error.filename or 'output'}: {error.strerror or error}")
-            raise typer.Exit(2) from None
-        except MemoryError:
-            _complain("not enough memory; lower engine.pages, engine.max_live or workload.n_requests")
-            raise typer.Exit(2) from None
 
 
 def _complain(message: str) -> None:
@@ -203,6 +214,16 @@ def generate(
     model: Model = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Most tokens to generate.")] = 128,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always take the most likely token (T = 0).")] = False,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="The temperature, where the law is the fixed one.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option("--top-k", min=0, help="Keep the K likeliest tokens; 0: all.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option("--top-p", help="Keep the likeliest tokens with this mass, in (0, 1].")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option("--min-p", help="Drop tokens less likely than this times the likeliest.")
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option("--stop", help="End the text before this string; repeatable.")
     ] = None,
@@ -245,6 +266,8 @@ def generate(
         model=model,
         max_tokens=max_tokens,
         greedy=greedy,
+        temperature=temperature,
+        truncation={"top_k": top_k, "top_p": top_p, "min_p": min_p},
         stop=tuple(stop or ()),
         chat=not raw,
         speculation={"draft_tokens": draft, "rule": draft_rule, "draft_model": draft_model},

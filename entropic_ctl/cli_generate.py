@@ -55,12 +55,18 @@ def generate(
     perfetto: Path | None = None,
     perfetto_seconds: float | None = None,
     speculation: Mapping[str, Any] | None = None,
+    temperature: float | None = None,
+    truncation: Mapping[str, Any] | None = None,
 ) -> None:
     """Run one request to its end; the text goes to standard output, and an interrupt keeps what there is of it."""
     text = read_prompt(prompt, prompt_file)
     config = cli_run.with_overrides(
-        cli_run.load_config(config_file), seed=seed, model=model, speculation=speculation or {}
+        cli_run.load_config(config_file), seed=seed, model=model, temperature=temperature, speculation=speculation or {}
     )
+    truncated = {name: value for name, value in (truncation or {}).items() if value is not None}
+    if greedy and (temperature is not None or truncated):
+        given = ["temperature"] * (temperature is not None) + list(truncated)
+        raise BadInputError(f"--{given[0].replace('_', '-')} has no effect on greedy decoding", where="--greedy")
     inputs = (prompt_file, config_file, certificate)
     cli_output.check_file(json_file, "--json", *inputs, log)
     cli_output.check_file(log, "--log", *inputs)
@@ -75,7 +81,7 @@ def generate(
     screen = console()
     view = cli_live.GenerationView(screen)
     sampling = cli_run.need("backends.sampling", "engine")
-    params = sampling.SamplingParams(max_new_tokens=max_tokens, seed=config.seed, greedy=greedy, stop=stop)
+    params = sampling.SamplingParams(max_new_tokens=max_tokens, seed=config.seed, greedy=greedy, stop=stop, **truncated)
     recorder = cli_run.recorder(log)
     with lines as drawn:
         tee = Tee(metrics, view, *([] if drawn is None else [drawn.replica(0)]))

@@ -15,7 +15,7 @@ from entropic_ctl import certificates, cli_live, cli_output
 from entropic_ctl import config as configs
 from entropic_ctl.certificates import Verdict
 from entropic_ctl.cli_console import console
-from entropic_ctl.config import RunConfig
+from entropic_ctl.config import LoopConfig, RunConfig
 from entropic_ctl.errors import BadInputError
 
 __all__ = [
@@ -89,6 +89,7 @@ def with_overrides(
     seed: int | None = None,
     model: str | None = None,
     trace: Path | None = None,
+    temperature: float | None = None,
     speculation: Mapping[str, Any] | None = None,
 ) -> RunConfig:
     """Return ``config`` with what the command line overrides; keys of ``speculation`` that are None are left alone."""
@@ -98,6 +99,8 @@ def with_overrides(
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=model))
     if trace is not None:
         config = dataclasses.replace(config, workload=config.workload.replaying(trace))
+    if temperature is not None:
+        config = dataclasses.replace(config, loop=_at_temperature(config.loop, temperature))
     drafts = {name: value for name, value in (speculation or {}).items() if value is not None}
     if "draft_model" in drafts:
         drafts["drafter"] = "model"
@@ -115,6 +118,23 @@ def with_overrides(
         if shaping and not config.speculation.draft_tokens and "draft_tokens" not in drafts:
             raise BadInputError("nothing is drafted", where=shaping[0], remedy="say how many tokens: --draft 4")
     return config
+
+
+def _at_temperature(loop: LoopConfig, temperature: float) -> LoopConfig:
+    """Return the loop with the constant of its fixed law replaced; any other law decides the temperature itself."""
+    law = loop.temperature
+    if law.name != "fixed":
+        raise BadInputError(
+            f"law {law.name!r} of the config sets the temperature",
+            where="--temperature",
+            value=temperature,
+            remedy="set loop.temperature in the config",
+        )
+    try:
+        fixed = dataclasses.replace(law.config, temperature=temperature)
+    except BadInputError as error:
+        raise BadInputError(error.problem, where="--temperature", value=error.value, allowed=error.allowed) from None
+    return dataclasses.replace(loop, temperature=dataclasses.replace(law, config=fixed))
 
 
 def load_model(config: RunConfig) -> Any:
@@ -361,9 +381,8 @@ def bench_certificate(context: int, theta: float, model: str | None, *, json_fil
     loaded = load_model(config)
     audit = need("backends.attention.audit", "engine")
     tokens = need("backends.prompts", "engine").document_ids(loaded, context)
-    loaded.model.set_attn_implementation(need("backends.attention", "engine").register())
     say(f"decode the end of {context:,} tokens, pruned and dense")
-    values = dataclasses.asdict(audit.audit_certificate(loaded.model, tokens, theta))
+    values = dataclasses.asdict(audit.audit_certificate(loaded, tokens, theta))
     settings = {"command": "bench certificate", "context": context, "theta_nats": theta}
     write_json(json_file, values, {**settings, "model": dataclasses.asdict(config.model)})
     show("certificate", values)

@@ -11,8 +11,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from backends.attention import PagedBatch, paged_attention  # noqa: E402
-from backends.attention.audit import single_row_plan  # noqa: E402
 from backends.attention.forward import gather  # noqa: E402
+from backends.attention.rows import single_row_plan  # noqa: E402
 from backends.kv_cache import PagedKVCache  # noqa: E402
 from entropic_ctl.errors import BadInputError  # noqa: E402
 from entropic_ctl.pruning.base import PruningConfig  # noqa: E402

@@ -11,10 +11,12 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from backends.attention import PagedBatch, register  # noqa: E402
-from backends.attention.audit import audit_certificate, single_row_plan  # noqa: E402
+from backends.attention.audit import audit_certificate  # noqa: E402
 from backends.attention.pruned import page_bounds, pruned_decode, true_page_mass  # noqa: E402
 from backends.attention.reference import Scoring  # noqa: E402
+from backends.attention.rows import single_row_plan  # noqa: E402
 from backends.kv_cache import PagedKVCache  # noqa: E402
+from backends.models import wrap  # noqa: E402
 from entropic_ctl.errors import BadInputError  # noqa: E402
 from entropic_ctl.pruning.base import PruningConfig  # noqa: E402
 
@@ -191,7 +193,7 @@ def test_a_transformers_model_with_ragged_rows_equals_its_own_dense_forward() ->
 
 
 def test_audit_on_a_small_model() -> None:
-    model = tiny(4, 2, layers=2)
+    model = wrap(tiny(4, 2, layers=2), None)
     ids = torch.randint(0, 64, (300,), generator=torch.Generator().manual_seed(4)).tolist()
     rule = PruningConfig(recent_pages=2, dense_layers=1)
     got = audit_certificate(model, ids, 0.05, positions=3, pruning=rule, chunk=100)
@@ -217,7 +219,7 @@ def test_certificate_holds_and_is_tight_on_real_text_in_the_real_model() -> None
         pytest.skip("the default model is not fetched: run `entropic fetch`")
     loaded = models.load()
     ids = prompts.document_ids(loaded, 1024)
-    got = audit_certificate(loaded.model, ids, 0.01, positions=2)
+    got = audit_certificate(loaded, ids, 0.01, positions=2)
     assert got.context == 1024
     assert got.heads == 2 * 28 * 9
     assert got.holds

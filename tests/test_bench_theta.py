@@ -16,7 +16,7 @@ from backends import bench_theta as bench
 from backends import models
 from backends import theta_policies as policies
 from backends.attention import PagedBatch
-from backends.attention.audit import single_row_plan
+from backends.attention.rows import single_row_plan
 from backends.audit import kl_nats
 from backends.kv_cache import PagedKVCache
 from backends.pieces import Pieces

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from backends import models
 from backends.attention import PagedBatch, paged_attention
-from backends.attention.audit import single_row_plan
+from backends.attention.rows import single_row_plan
 from backends.kv_cache import PagedKVCache
 from backends.sampling import SamplingParams
 from entropic_ctl import config as configs

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from command import entropic
 from synthetic_bank import VOCAB
+from typer.core import TyperGroup
 
 from entropic_ctl import cli_live, cli_output, cli_run
 from entropic_ctl.errors import BadInputError
@@ -647,13 +648,22 @@ def test_ctrl_c_exits_130_and_says_where_the_rest_is(config: Any, tmp_path: Path
     assert (tmp_path / "res.partial" / "run.json").is_file()
 
 
-def test_ctrl_c_during_imports_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+@pytest.mark.parametrize("place", ["raise KeyboardInterrupt", "exec('raise KeyboardInterrupt')"])
+def test_ctrl_c_during_imports_is_one_line(tmp_path: Path, place: str) -> None:
+    (tmp_path / "typer.py").write_text(place + "\n")
     command = [sys.executable, "-m", "entropic_ctl", "--help"]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "entropic: interrupted\n")
+
+
+def test_ctrl_c_while_options_are_read_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TyperGroup, "parse_args", interrupted)
+    assert entropic("--help") == (130, "", "entropic: interrupted\n")
 
 
 # -- the live view ----------------------------------------------------------------------------------------------------

@@ -153,3 +153,42 @@ def test_a_needle_without_room_names_the_option(model: Path, tmp_path: Path) -> 
     status, _, err = entropic("eval", "--model", model, "--task", "needle", "--needle-length", 10, "--out", out)
     assert (status, out.exists()) == (2, False)
     assert "--needle-length: no room" in err
+
+
+def test_sampling_options_mean_what_the_config_and_the_engine_mean(model: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+
+    def text(*options: object) -> str:
+        status, out, err = generate(model, "--prompt", "hello", "--max-tokens", 12, "--seed", 3, *options)
+        assert status == 0, err
+        return out
+
+    run.write_text("[loop.temperature]\ntemperature = 1.5\n")
+    hot, greedy = text("--temperature", 1.5), text("--greedy")
+    assert hot == text("--config", run) == text("--config", run, "--temperature", 1.5)
+    assert hot != text("--config", run, "--temperature", 0.3)
+    for one in (("--top-k", 1), ("--top-p", 1e-9), ("--min-p", 1.0), ("--temperature", 0)):
+        assert text(*one) == greedy != hot
+    assert text("--temperature", 1.5, "--top-k", 0, "--top-p", 1, "--min-p", 0) == hot
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--temperature", 99), "--temperature: "),
+        (("--temperature", "nan"), "--temperature: "),
+        (("--top-p", 0), "top_p"),
+        (("--min-p", 2), "min_p"),
+        (("--greedy", "--top-p", 0.5), "--top-p has no effect"),
+        (("--greedy", "--temperature", 1), "--temperature has no effect"),
+        (("--config", "run.toml", "--temperature", 1), "law 'solve' of the config sets the temperature"),
+    ],
+)
+def test_sampling_options_that_cannot_act_are_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text("[loop.temperature]\nlaw = 'solve'\n")
+    status, out, err = generate(model, "--prompt", "hello", *options)
+    assert (status, out) == (2, "")
+    assert said in err

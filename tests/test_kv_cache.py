@@ -9,8 +9,8 @@ from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from backends.attention import PagedBatch  # noqa: E402
-from backends.attention.audit import single_row_plan  # noqa: E402
 from backends.attention.forward import gather  # noqa: E402
+from backends.attention.rows import single_row_plan  # noqa: E402
 from backends.kv_cache import PagedKVCache, pack, quantise, unpack  # noqa: E402
 from entropic_ctl.errors import BadInputError  # noqa: E402
 from entropic_ctl.pruning.base import PruningConfig  # noqa: E402

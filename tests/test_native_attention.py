@@ -18,6 +18,7 @@ from backends.attention import PagedBatch, paged_attention  # noqa: E402
 from backends.attention.pruned import page_bounds, pruned_decode  # noqa: E402
 from backends.attention.reference import Scoring  # noqa: E402
 from backends.kv_cache import PagedKVCache, unpack  # noqa: E402
+from backends.native import build  # noqa: E402
 from entropic_ctl.pruning.base import PruningConfig  # noqa: E402
 from entropic_ctl.pruning.certificate import kl_nats  # noqa: E402
 from entropic_ctl.signals import StepPlan  # noqa: E402
@@ -416,6 +417,21 @@ def silent_compiler(folder):
     (folder / "cxx").write_text("#!/bin/sh\n")
     (folder / "cxx").chmod(0o755)
     return {"ENTROPIC_CACHE": str(folder), "CXX": str(folder / "cxx")}
+
+
+def test_the_compiler_may_bring_arguments(tmp_path, monkeypatch):
+    program = tmp_path / "a compiler"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    for asked, arguments in ((f"'{program}'", []), (f"'{program}' -O1 -D'A B'", ["-O1", "-DA B"])):
+        monkeypatch.setenv("CXX", asked)
+        assert build._compiler() == [str(program), *arguments]
+    for asked, said in (("no-such-compiler -O1", "named 'no-such-compiler'"), ("g++ '", "not a command")):
+        monkeypatch.setenv("CXX", asked)
+        with pytest.raises(native.NativeUnavailableError, match=said):
+            build._compiler()
+    monkeypatch.setenv("CXX", " ")
+    assert build._compiler()[1:] == []
 
 
 @pytest.mark.parametrize("broken", [broken_cache, broken_compiler, silent_compiler])

@@ -14,8 +14,8 @@ from tiny_model import tiny_llama
 
 from backends import models, native
 from backends.attention import PagedBatch, paged_attention
-from backends.attention.audit import single_row_plan
 from backends.attention.reference import Scoring, attend, visible, with_sink
+from backends.attention.rows import single_row_plan
 from backends.engine import Engine
 from backends.kv_cache import PagedKVCache
 from backends.sampling import SamplingParams

@@ -301,8 +301,8 @@ torch = pytest.importorskip("torch")
 
 from backends.attention import PagedBatch  # noqa: E402
 from backends.attention import pruned as shipped  # noqa: E402
-from backends.attention.audit import single_row_plan  # noqa: E402
 from backends.attention.reference import Scoring, State, attend, merge  # noqa: E402
+from backends.attention.rows import single_row_plan  # noqa: E402
 from backends.kv_cache import PagedKVCache, quantise, unpack  # noqa: E402
 from entropic_ctl.pruning.base import PruningConfig  # noqa: E402
 

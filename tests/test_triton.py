@@ -133,8 +133,8 @@ def test_a_layer_of_the_engine_looks_at_nothing_on_the_host() -> None:
     import numpy as np
 
     from backends.attention import PagedBatch
-    from backends.attention.audit import single_row_plan
     from backends.attention.forward import paged_attention
+    from backends.attention.rows import single_row_plan
     from backends.kv_cache import PagedKVCache
     from backends.triton.launch import recording
     from entropic_ctl.pruning.base import PruningConfig
@@ -204,14 +204,24 @@ def test_gpu_check_without_a_gpu_prints_the_floor_and_why(tmp_path: Path, capsys
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    assert gpu_check.main(["--out", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "no CUDA device" in said
+    assert gpu_check.main(["--out", str(tmp_path)]) == 2
+    said, complaint = capsys.readouterr()
+    assert complaint.splitlines()[-1] == "gpu-check: nothing was checked: no CUDA device is visible to PyTorch"
+    assert json.loads((tmp_path / "result.json").read_text(encoding="utf-8"))["failed"] == []
     assert "assumed kept 15%" in said
     row = next(row for row in gpu_check.floor_table() if (row["batch"], row["context"]) == (64, 32768))
     assert row["floor_us H200"] == pytest.approx(64 * 32768 * 4096 / 4.8e6)
     pages = 64 * 32768 // 16 * 8  # (page, KV head) pairs; 16 header, 384 weights and centres, 1,024 per plane
     assert row["pruned_mb"] == pytest.approx((pages * (1424 + 0.4 * 1024) + 0.15 * 64 * 32768 * 4096) / 1e6)
+
+
+def test_gpu_demo_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    from backends import gpu_demo
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert gpu_demo.main([]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
 
 
 def test_gpu_check_reports_a_failing_part_and_goes_on() -> None:

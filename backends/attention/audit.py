@@ -3,6 +3,7 @@
 A text is prefilled exactly; then its last tokens are decoded one by one (teacher forced) with pruning. In every pruned
 layer the mass that was really lost is computed densely in float64 from the same cache and query and compared with the
 certificate, head by head. Each position is also decoded densely, to measure the KL of the next-token distribution.
+What later tokens see of a position is what the pruned pass made of it.
 """
 
 from __future__ import annotations
@@ -10,21 +11,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import torch
 
-from backends.attention.batch import PagedBatch
-from backends.attention.forward import register
 from backends.audit import kl_nats
-from backends.kv_cache import PagedKVCache
-from backends.probe import attention_facts
+from backends.filled import FilledCache
+from backends.models import LoadedModel
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.base import PruningConfig
-from entropic_ctl.signals import StepPlan
 
-__all__ = ["CertificateAudit", "audit_certificate", "single_row_plan"]
+__all__ = ["CertificateAudit", "audit_certificate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,41 +77,8 @@ class CertificateAudit:
         return self.violations == 0 and self.over_budget == 0
 
 
-def single_row_plan(
-    context: int, n_tokens: int, pages: Sequence[int], *, theta_nats: float = 0.0, samples: bool = True
-) -> StepPlan:
-    """Return the plan of one request that runs ``n_tokens`` tokens after ``context`` cached ones on the given pages."""
-    one = np.zeros(1, np.int64)
-    none = np.empty(0, np.int64)
-    return StepPlan(
-        step=0,
-        now_s=0.0,
-        ids=one,
-        slots=one,
-        context=one + context,
-        n_tokens=one + n_tokens,
-        samples=np.array([samples]),
-        greedy=np.array([True]),
-        theta_nats=np.array([theta_nats], np.float64),
-        n_draft=one,
-        paused=none,
-        preempted=none,
-        rejected=(),
-        block_table=np.asarray(pages, np.int32)[None],
-        allocated=np.empty((0, 3), np.int32),
-    )
-
-
-def _forward(model: Any, ids: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-    """Run the batch, seal what it filled, and return log-probabilities (M, vocabulary) of the sampling rows."""
-    logits = batch.run(model, ids)
-    batch.cache.seal(batch)
-    return torch.log_softmax(logits.double(), dim=-1)
-
-
-@torch.inference_mode()
 def audit_certificate(
-    model: Any,
+    model: LoadedModel,
     tokens: Sequence[int],
     theta_nats: float,
     *,
@@ -128,8 +91,8 @@ def audit_certificate(
 
     Parameters
     ----------
-    model : transformers causal language model
-        In eval mode. Its attention implementation is switched to the paged one, and stays so.
+    model : LoadedModel
+        Its attention is switched to the paged one, and stays so.
     tokens : sequence of int
         The text; more tokens than ``positions``.
     theta_nats : float
@@ -148,46 +111,21 @@ def audit_certificate(
         raise BadInputError("text too short", field="positions", value=positions, allowed=f"[1, {len(tokens) - 1}]")
     if not theta_nats > 0:
         raise BadInputError("nothing to audit", field="theta_nats", value=theta_nats, allowed="> 0")
-    facts, _ = attention_facts(model, type(model).__name__)
-    model.set_attn_implementation(register())
-    weight = next(model.parameters())
-    pruning = pruning or PruningConfig()
-    pages = range(-(-len(tokens) // page_tokens))
-    cache = PagedKVCache(
-        facts.layers,
-        facts.kv_heads,
-        facts.head_dim,
-        len(pages),
-        page_tokens,
-        weight.dtype,
-        weight.device,
-    )
-    ids = torch.as_tensor(np.asarray(tokens, np.int64), device=weight.device)
-    clock = time.perf_counter
-    start, prefix = clock(), len(tokens) - positions
-    for context in range(0, prefix, chunk):
-        n = min(chunk, prefix - context)
-        plan = single_row_plan(context, n, pages, samples=context + n == prefix)
-        _forward(model, ids[context : context + n], PagedBatch.from_plan(plan, cache, pruning))
-    prefill_s = clock() - start
+    start, prefix = time.perf_counter(), len(tokens) - positions
+    filled = FilledCache(model, tokens[:prefix], page_tokens=page_tokens, chunk=chunk, room=len(tokens))
+    prefill_s = time.perf_counter() - start
     true, certified, kept, kl = [], [], [], []
     bytes_pruned = bytes_dense = decode_s = dense_s = 0.0
-    for context in range(prefix, len(tokens)):
-        start = clock()
-        batch = PagedBatch.from_plan(single_row_plan(context, 1, pages), cache, pruning)
-        dense = _forward(model, ids[context : context + 1], batch)
-        dense_s += clock() - start
-        bytes_dense += batch.kv_bytes
-        start = clock()
-        batch = PagedBatch.from_plan(single_row_plan(context, 1, pages, theta_nats=theta_nats), cache, pruning)
-        batch.audit = True
-        pruned = _forward(model, ids[context : context + 1], batch)
-        decode_s += clock() - start
-        bytes_pruned += batch.kv_bytes
-        true += [a.true_mass for a in batch.audits]
-        certified += [a.certified_mass for a in batch.audits]
-        kept += [a.kept.mean() for a in batch.audits]
-        kl.append(kl_nats(pruned, dense)[0])
+    for passes in filled.decode(tokens[prefix:], [0.0, theta_nats], pruning or PruningConfig(), audit_every=1):
+        dense, pruned = passes[0.0], passes[theta_nats]
+        dense_s += dense.seconds
+        decode_s += pruned.seconds
+        bytes_dense += dense.batch.kv_bytes
+        bytes_pruned += pruned.batch.kv_bytes
+        true += [a.true_mass for a in pruned.batch.audits]
+        certified += [a.certified_mass for a in pruned.batch.audits]
+        kept += [a.kept.mean() for a in pruned.batch.audits]
+        kl.append(kl_nats(pruned.logits, dense.logits)[0])
     if not true:
         raise BadInputError(
             "no page could be pruned",

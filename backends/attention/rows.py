@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
 
-from entropic_ctl.signals import FloatArray, IntArray
+from entropic_ctl.signals import FloatArray, IntArray, StepPlan
 
-__all__ = ["PrunedRows", "Row"]
+__all__ = ["PrunedRows", "Row", "single_row_plan"]
 
 
 @dataclass(frozen=True)
@@ -122,3 +123,28 @@ class PrunedRows:
             fixed=fixed,
             fixed_valid=slot < torch.from_numpy(fixed_tokens).to(device).unsqueeze(1),
         )
+
+
+def single_row_plan(
+    context: int, n_tokens: int, pages: Sequence[int], *, theta_nats: float = 0.0, samples: bool = True
+) -> StepPlan:
+    """Return the plan of one request that runs ``n_tokens`` tokens after ``context`` cached ones on the given pages."""
+    one = np.zeros(1, np.int64)
+    none = np.empty(0, np.int64)
+    return StepPlan(
+        step=0,
+        now_s=0.0,
+        ids=one,
+        slots=one,
+        context=one + context,
+        n_tokens=one + n_tokens,
+        samples=np.array([samples]),
+        greedy=np.array([True]),
+        theta_nats=np.array([theta_nats], np.float64),
+        n_draft=one,
+        paused=none,
+        preempted=none,
+        rejected=(),
+        block_table=np.asarray(pages, np.int32)[None],
+        allocated=np.empty((0, 3), np.int32),
+    )

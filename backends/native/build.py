@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -31,14 +32,19 @@ class NativeUnavailableError(EntropicError):
     """The C++ kernels cannot be built here; the message says why and what to do."""
 
 
-def _compiler() -> str:
-    asked = os.environ.get("CXX")
-    for name in [asked] if asked else ["c++", "g++", "clang++"]:
+def _compiler() -> list[str]:
+    """Return the command that compiles: the full path, then the arguments that ``CXX`` may bring."""
+    asked = os.environ.get("CXX", "")
+    try:
+        words = shlex.split(asked)
+    except ValueError as error:
+        raise NativeUnavailableError(f"CXX is not a command: {asked!r} ({error})") from None
+    for name, *arguments in [words] if words else [["c++"], ["g++"], ["clang++"]]:
         found = shutil.which(name)
         if found:
-            return found
+            return [found, *arguments]
     raise NativeUnavailableError(
-        f"no C++ compiler{f' named {asked!r} (CXX)' if asked else ''} on the path: install one "
+        f"no C++ compiler{f' named {words[0]!r} (CXX)' if words else ''} on the path: install one "
         "(Debian: apt install g++), or run the PyTorch attention with engine.kernels = 'torch'"
     )
 
@@ -62,7 +68,7 @@ def _run(command: list[str]) -> None:
         )
 
 
-def _build(target: Path, compiler: str) -> None:
+def _build(target: Path, compiler: list[str]) -> None:
     target.parent.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent.parent) as staging:
         sources = sorted(_SOURCES.glob("*.cpp"))
@@ -70,12 +76,12 @@ def _build(target: Path, compiler: str) -> None:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(
                 pool.map(
-                    lambda pair: _run([compiler, *_FLAGS, "-c", str(pair[0]), "-o", str(pair[1])]),
+                    lambda pair: _run([*compiler, *_FLAGS, "-c", str(pair[0]), "-o", str(pair[1])]),
                     zip(sources, objects, strict=True),
                 )
             )
         finished = Path(staging, target.name)
-        _run([compiler, "-shared", "-pthread", *map(str, objects), "-o", str(finished)])
+        _run([*compiler, "-shared", "-pthread", *map(str, objects), "-o", str(finished)])
         target.parent.mkdir(parents=True, exist_ok=True)
         finished.replace(target)  # whole, or not there
     builds = sorted(target.parent.parent.glob("*/"), key=lambda folder: folder.stat().st_mtime)
@@ -85,8 +91,8 @@ def _build(target: Path, compiler: str) -> None:
 
 def _load() -> ctypes.CDLL:
     compiler = _compiler()
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    digest = hashlib.sha256("\0".join([*_FLAGS, compiler, version, _processor()]).encode())
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    digest = hashlib.sha256("\0".join([*_FLAGS, *compiler, version, _processor()]).encode())
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
     target = cache_dir() / "native" / digest.hexdigest()[:16] / "libentropic.so"

@@ -7,46 +7,46 @@
 namespace attention {
 namespace {
 
-constexpr int kAhead = 1;  // pages
-
 template <class T>
-void attend_typed(const Pool& pool, int head, const Segment* segments, int64_t count, const Query& query, State* state,
-                  std::vector<float>* scratch) {
-  const int dim = pool.dim, group = query.group, wide = padded(pool.page, 16);
+void attend_typed(const Pool& pool, int head, int heads, const Segment* segments, int64_t count, const Query* query,
+                  State* state, std::vector<float>* scratch) {
+  const int dim = pool.dim, group = query->group, wide = padded(pool.page, 16);
   const int64_t chunk = std::max(kChunk / wide, 1), tokens = chunk * wide;
-  if (scratch->size() < static_cast<size_t>(tokens) * group) scratch->resize(tokens * group);
-  float* weight = scratch->data();
+  if (scratch->size() < static_cast<size_t>(tokens) * group * heads) scratch->resize(tokens * group * heads);
   const int64_t page_size = static_cast<int64_t>(pool.page) * dim;
-  const auto at = [&](const void* base, int64_t s) {
-    return static_cast<const T*>(base) + (segments[s].page * pool.heads + head) * page_size;
+  const auto at = [&](const void* base, int64_t s, int h) {
+    return static_cast<const T*>(base) + (segments[s].page * pool.heads + head + h) * page_size;
   };
-  // The order of reading: keys of a chunk, its values, keys of the next chunk. What comes kAhead pages later:
-  const auto after_keys = [&](int64_t c, int64_t n, int64_t s) {
-    if (s + kAhead < n) return at(pool.k, c + s + kAhead);
-    return s + kAhead - n < n ? at(pool.v, c + s + kAhead - n) : nullptr;
+  const auto weight = [&](int h, int g) { return scratch->data() + (static_cast<int64_t>(h) * group + g) * tokens; };
+  // What is read next: the next head's part of a page, the next page, from keys to values to the next chunk's keys.
+  const auto next = [&](const void* base, int64_t s, int h, int64_t end, const void* other, int64_t start) -> const T* {
+    if (h + 1 < heads) return at(base, s, h + 1);
+    if (s + 1 < end) return at(base, s + 1, 0);
+    return start < count ? at(other, start, 0) : nullptr;
   };
-  const auto after_values = [&](int64_t c, int64_t n, int64_t s) {
-    if (s + kAhead < n) return at(pool.v, c + s + kAhead);
-    return c + s + kAhead < count ? at(pool.k, c + s + kAhead) : nullptr;
-  };
-  for (int64_t s = 0; s < std::min<int64_t>(kAhead, count); ++s)
-    for (int t = 0; t < pool.page; ++t) fetch_row(at(pool.k, s) + static_cast<int64_t>(t) * dim, dim);
   for (int64_t c = 0; c < count; c += chunk) {
-    const int64_t n = std::min(chunk, count - c);
-    std::fill(weight, weight + tokens * group, -kInfinity);
-    for (int64_t s = 0; s < n; ++s) {
-      const T* k = at(pool.k, c + s);
-      for (int g = 0; g < group; ++g)
-        page_scores(k, dim, segments[c + s], query, g, weight + g * tokens + s * wide,
-                    g == 0 ? after_keys(c, n, s) : nullptr);
+    const int64_t end = std::min(c + chunk, count);
+    for (int64_t s = c; s < end; ++s) {
+      for (int h = 0; h < heads; ++h) {
+        const T* later = next(pool.k, s, h, end, pool.v, c);
+        for (int g = 0; g < group; ++g) {
+          float* out = weight(h, g) + (s - c) * wide;
+          if (segments[s].end - segments[s].begin < wide) std::fill(out, out + wide, -kInfinity);
+          page_scores(at(pool.k, s, h), dim, segments[s], query[h], g, out, g == 0 ? later : nullptr);
+        }
+      }
     }
-    for (int g = 0; g < group; ++g) soften(weight + g * tokens, n * wide, query.exact_bf16, g, state);
-    for (int64_t s = 0; s < n; ++s) {
-      const T* v = at(pool.v, c + s);
-      for (int g = 0; g < group; g += kBlock)
-        add_values(v, dim, segments[c + s], weight + g * tokens, tokens, s * wide, std::min(group - g, kBlock),
-                   query.exact_bf16, state->out.data() + static_cast<int64_t>(g) * state->stride, state->stride,
-                   g == 0 ? after_values(c, n, s) : nullptr);
+    for (int h = 0; h < heads; ++h)
+      for (int g = 0; g < group; ++g) soften(weight(h, g), (end - c) * wide, query->exact_bf16, g, state + h);
+    for (int64_t s = c; s < end; ++s) {
+      for (int h = 0; h < heads; ++h) {
+        const T* later = next(pool.v, s, h, end, pool.k, end);
+        for (int g = 0; g < group; g += kBlock)
+          add_values(at(pool.v, s, h), dim, segments[s], weight(h, g), tokens, (s - c) * wide,
+                     std::min(group - g, kBlock), query->exact_bf16,
+                     state[h].out.data() + static_cast<int64_t>(g) * state[h].stride, state[h].stride,
+                     g == 0 ? later : nullptr);
+      }
     }
   }
 }
@@ -73,12 +73,12 @@ double key_norm_typed(const Pool& pool, int head, const Segment* segments, int64
 
 }  // namespace
 
-void attend(const Pool& pool, int head, const Segment* segments, int64_t count, const Query& query, State* state,
-            std::vector<float>* scratch) {
+void attend(const Pool& pool, int head, int heads, const Segment* segments, int64_t count, const Query* query,
+            State* state, std::vector<float>* scratch) {
   switch (pool.dtype) {
-    case kBf16: return attend_typed<bf16>(pool, head, segments, count, query, state, scratch);
-    case kHalf: return attend_typed<half>(pool, head, segments, count, query, state, scratch);
-    default: return attend_typed<float>(pool, head, segments, count, query, state, scratch);
+    case kBf16: return attend_typed<bf16>(pool, head, heads, segments, count, query, state, scratch);
+    case kHalf: return attend_typed<half>(pool, head, heads, segments, count, query, state, scratch);
+    default: return attend_typed<float>(pool, head, heads, segments, count, query, state, scratch);
   }
 }
 

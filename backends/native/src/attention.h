@@ -42,7 +42,8 @@ struct Work {
   float scale, softcap;  // softcap 0: none
 };
 
-constexpr int kBlock = 4;           // query heads that go through a kernel together
+constexpr int kBlock = 4;      // query heads that go through a kernel together
+constexpr int kTogether = 12;  // about; query heads whose KV heads' pages are read together
 
 inline int padded(int n, int to) { return (n + to - 1) / to * to; }
 
@@ -88,9 +89,10 @@ struct State {
 // Place in `out` of channel d: as it is, or the order that interleaving two rows leaves (32 channels at a time).
 inline int channel(int d, bool pairs) { return pairs ? (d & ~31) + ((d & 4) << 2) + ((d & 24) >> 1) + (d & 3) : d; }
 
-// Adds the tokens of the segments to the state, in order. `scratch` grows as needed.
-void attend(const Pool& pool, int head, const Segment* segments, int64_t count, const Query& query, State* state,
-            std::vector<float>* scratch);
+// Adds the tokens of the segments to the states of KV heads head .. head + heads - 1, in order; one query and state each.
+// `scratch` grows as needed.
+void attend(const Pool& pool, int head, int heads, const Segment* segments, int64_t count, const Query* query,
+            State* state, std::vector<float>* scratch);
 
 // Writes the state's heads first .. first + group - 1 as the output of a packed token; lse of one entry per head, or null.
 void write_out(const Work& work, const Pool& pool, int64_t token, int head, const State& state, int first, float* lse);

@@ -41,6 +41,7 @@ double voted_sum(const float* upper, const std::vector<int32_t>& votes, int64_t 
 
 struct Scratch {  // one per thread
   Query query;
+  std::vector<Query> queries;
   Bounds bounds;
   State state;
   std::vector<float> weight, upper, lower;
@@ -59,7 +60,7 @@ float* lse_of(const Work& w, const Pool& pool, int64_t row) {
 struct Parts {  // of what a token sees: part i is segments from[i] .. from[i + 1] - 1
   std::vector<Segment> segments;
   std::vector<int64_t> from;
-  int64_t task;  // of its first part, for KV head 0
+  int64_t place;  // of its first part's states
   int64_t count() const { return static_cast<int64_t>(from.size()) - 1; }
 };
 
@@ -99,7 +100,7 @@ void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) 
   const int64_t count = static_cast<int64_t>(s->pages.size()), fixed = static_cast<int64_t>(s->segments.size());
   s->query.load(w, w.token[row], head, pool);
   s->state.reset(group, dim);
-  attend(pool, head, s->segments.data(), fixed, s->query, &s->state, &s->weight);
+  attend(pool, head, 1, s->segments.data(), fixed, &s->query, &s->state, &s->weight);
   double norm = key_norm(pool, head, s->segments.data(), fixed);
 
   // Masses are relative to e^reference, the fixed pages' own: their lower bound is then 1 less the slack.
@@ -185,7 +186,7 @@ void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) 
     norm = scalars[2] <= norm ? norm : scalars[2];
   }
   const int64_t read = static_cast<int64_t>(s->segments.size());
-  attend(pool, head, s->segments.data() + fixed_end, read - fixed_end, s->query, &s->state, &s->weight);
+  attend(pool, head, 1, s->segments.data() + fixed_end, read - fixed_end, &s->query, &s->state, &s->weight);
 
   const double read_tokens = static_cast<double>(length - (pages - read) * pool.page);
   for (int g = 0; g < group; ++g) {
@@ -212,7 +213,7 @@ void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) 
 
 struct Task {
   enum Kind : int32_t { kPruned, kTokens, kPart } kind;
-  int32_t row, head;
+  int32_t row, head, heads;
   int64_t at;  // first query token, or part of the pages
 };
 
@@ -229,20 +230,26 @@ extern "C" void entropic_attend(const attention::Pool* pool_, const attention::W
   for (int r = 0; r < w.rows; ++r)
     if (w.span[r] > 1)
       for (int64_t b = (w.span[r] - 1) / block; b >= 0; --b)  // the longest first
-        for (int h = 0; h < pool.heads; ++h) tasks.push_back({Task::kTokens, r, h, b * block});
+        for (int h = 0; h < pool.heads; ++h) tasks.push_back({Task::kTokens, r, h, 1, b * block});
   for (int r = 0; r < w.rows; ++r)
     if (w.theta[r] > 0)
-      for (int h = 0; h < pool.heads; ++h) tasks.push_back({Task::kPruned, r, h, 0});
+      for (int h = 0; h < pool.heads; ++h) tasks.push_back({Task::kPruned, r, h, 1, 0});
   const int64_t whole = static_cast<int64_t>(tasks.size());
+  int64_t n_parts = 0;
   for (int r = 0; r < w.rows; ++r) {
     if (w.theta[r] > 0 || w.span[r] > 1) continue;
     visible(w, pool, r, &seen[r]);
-    seen[r].task = static_cast<int64_t>(tasks.size()) - whole;
-    for (int h = 0; h < pool.heads; ++h)
-      for (int64_t part = 0; part < seen[r].count(); ++part) tasks.push_back({Task::kPart, r, h, part});
+    seen[r].place = n_parts * pool.heads;
+    n_parts += seen[r].count();
   }
+  // A page's KV heads lie side by side in memory: they are read together, unless that leaves threads without work.
+  const int together = n_parts < 8 * w.threads ? 1 : std::clamp(kTogether / w.group, 1, static_cast<int>(pool.heads));
+  for (int r = 0; r < w.rows; ++r)
+    for (int64_t part = 0; part < seen[r].count(); ++part)
+      for (int h = 0; h < pool.heads; h += together)
+        tasks.push_back({Task::kPart, r, h, std::min(together, pool.heads - h), part});
   const int64_t n = static_cast<int64_t>(tasks.size());
-  std::vector<State> parts(n - whole);
+  std::vector<State> parts(n_parts * pool.heads);  // by row, part, head
   pool::Queue queue, rows;
   int64_t products = 0;
   for (int r = 0; r < w.rows; ++r) products += w.span[r] * w.length[r];
@@ -261,10 +268,14 @@ extern "C" void entropic_attend(const attention::Pool* pool_, const attention::W
       } else {
         const Parts& all = seen[task.row];
         const int64_t from = all.from[task.at], count = all.from[task.at + 1] - from;
-        State& state = parts[i - whole];
-        scratch.query.load(w, w.token[task.row], task.head, pool);
-        state.reset(w.group, pool.dim);
-        attend(pool, task.head, all.segments.data() + from, count, scratch.query, &state, &scratch.weight);
+        State* state = &parts[all.place + task.at * pool.heads + task.head];
+        if (scratch.queries.size() < static_cast<size_t>(task.heads)) scratch.queries.resize(task.heads);
+        for (int h = 0; h < task.heads; ++h) {
+          scratch.queries[h].load_tokens(w, w.token[task.row], 1, task.head + h, pool);
+          state[h].reset(w.group, pool.dim);
+        }
+        attend(pool, task.head, task.heads, all.segments.data() + from, count, scratch.queries.data(), state,
+               &scratch.weight);
       }
     }
     if (whole == n) return;
@@ -273,8 +284,8 @@ extern "C" void entropic_attend(const attention::Pool* pool_, const attention::W
       if (w.theta[r] > 0 || w.span[r] > 1) continue;
       const int64_t each = seen[r].count();
       for (int h = 0; h < pool.heads; ++h) {
-        State& all = parts[seen[r].task + h * each];
-        for (int64_t part = 1; part < each; ++part) all.merge(parts[seen[r].task + h * each + part]);
+        State& all = parts[seen[r].place + h];
+        for (int64_t part = 1; part < each; ++part) all.merge(parts[seen[r].place + part * pool.heads + h]);
         write_out(w, pool, w.token[r], h, all, 0, lse_of(w, pool, r));
       }
     }
