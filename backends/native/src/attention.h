@@ -114,7 +114,9 @@ double key_norm(const Pool& pool, int head, const Segment* segments, int64_t cou
 struct Ahead {
   std::vector<const char*> block;
   int64_t lines = 1, at = 0, each = 0;  // cache lines of a block; fetched so far, in all blocks; per call of `some`
-  void reset(int64_t block_bytes) { block.clear(), lines = (block_bytes + 63) / 64, at = each = 0; }
+  int64_t bytes = 64;  // of a block
+  void reset(int64_t block_bytes) { block.clear(), bytes = block_bytes, lines = (bytes + 63) / 64, at = each = 0; }
+  void add(const void* base, int64_t i) { block.push_back(static_cast<const char*>(base) + i * bytes); }
   void spread(int64_t calls) {  // over so many calls of `some`
     each = calls == 0 ? 0 : (static_cast<int64_t>(block.size()) * lines + calls - 1) / calls;
   }
@@ -132,17 +134,19 @@ struct Ahead {
 struct Bounds {
   int64_t count = 0, capacity = 0;
   std::vector<float> step, error, norm;                    // (capacity)
-  std::vector<float> centre, weight_sum, weight_abs;       // q.m, sum qw, sum |qw|
-  std::vector<float> mass, upper, lower;                   // in units of exp(reference)
-  std::vector<int32_t> dots;                               // (capacity, group, blocks, 16): high plane
+  std::vector<float> centre, weight_sum, weight_abs;  // q.m, sum qw, sum |qw|
+  std::vector<float> mass, upper, lower;              // in units of exp(reference)
+  std::vector<int32_t> dots;                          // (capacity, group, blocks, 16): of the planes read so far
   void resize(int group, int64_t count, int blocks);
+  // What is known of some pages of another, their masses included; entry i is its page which[i].
+  void choose(const Bounds& from, const std::vector<int32_t>& which, int group, int blocks);
 };
 
-// Bounds from the high plane of the pages at positions `which` of the list, then from both planes.
-void score_high(const Pool& pool, int head, const int64_t* pages, const std::vector<int32_t>& which, const Query& query,
+// Bounds of all pages from their high planes; then of those chosen (`Bounds::choose`) from both planes.
+void score_high(const Pool& pool, int head, const std::vector<int64_t>& pages, const Query& query,
                 const float* reference, Bounds* bounds);
-void score_low(const Pool& pool, int head, const int64_t* pages, const std::vector<int32_t>& which, const Query& query,
-               const float* reference, Bounds* bounds, Ahead* ahead);
+void score_low(const Pool& pool, int head, const std::vector<int64_t>& pages, const std::vector<int32_t>& which,
+               const Query& query, const float* reference, const Bounds& high, Ahead* ahead, Bounds* bounds);
 
 // Which pages one query head may drop: ascending by upper bound (ties by place) while
 //   spent + sum of upper <= f (base + sum of lower of the others).

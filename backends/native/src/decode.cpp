@@ -2,7 +2,6 @@
 // for the others. Work is cut by (row, KV head) and, where exact, by a fixed number of pages, so that what a
 // row gets does not depend on the rest of the batch or on the number of threads.
 #include <algorithm>
-#include <numeric>
 
 #include "attention.h"
 #include "pool.h"
@@ -42,9 +41,9 @@ double voted_sum(const float* upper, const std::vector<int32_t>& votes, int64_t 
 struct Scratch {  // one per thread
   Query query;
   std::vector<Query> queries;
-  Bounds bounds;
+  Bounds high, low;  // of all pages after the first look; of those left after the second
   State state;
-  std::vector<float> weight, upper, lower;
+  std::vector<float> weight;
   std::vector<Segment> segments;
   std::vector<int64_t> pages;
   std::vector<int32_t> place, unsure, votes;
@@ -120,50 +119,37 @@ void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) 
   s->out.assign(count, 0);
   s->unsure.clear();
   if (known && budget > 0.0) {
-    Bounds& b = s->bounds;
-    b.resize(group, count, Record(pool).blocks);
-    s->unsure.resize(count);
-    std::iota(s->unsure.begin(), s->unsure.end(), 0);
-
-    score_high(pool, head, s->pages.data(), s->unsure, s->query, reference.data(), &b);
-
-    s->votes.assign(b.capacity, 0);
-    for (int g = 0; g < group; ++g)
-      s->dropper.vote(&b.upper[g * b.capacity], &b.lower[g * b.capacity], count, 0.0, base[g], kCoarse * budget,
-                      s->votes.data());
-    s->unsure.clear();
+    const Bounds &high = s->high, &low = s->low;
+    const auto vote = [&](const std::vector<float>& upper, const std::vector<float>& lower, const Bounds& of, double f) {
+      s->votes.assign(of.capacity, 0);
+      for (int g = 0; g < group; ++g) {
+        const int64_t at = g * of.capacity;
+        s->dropper.vote(upper.data() + at, lower.data() + at, of.count, dropped[g], base[g], f, s->votes.data());
+      }
+    };
+    const auto drop = [&](const Bounds& of) {
+      for (int g = 0; g < group; ++g)
+        dropped[g] += voted_sum(of.upper.data() + g * of.capacity, s->votes, of.capacity, group);
+    };
+    score_high(pool, head, s->pages, s->query, reference.data(), &s->high);
+    vote(high.upper, high.lower, high, kCoarse * budget);
+    drop(high);
     for (int64_t p = 0; p < count; ++p) {
       s->out[p] = s->votes[p] == group;
       if (!s->out[p]) s->unsure.push_back(static_cast<int32_t>(p));
     }
-    for (int g = 0; g < group; ++g) dropped[g] = voted_sum(&b.upper[g * b.capacity], s->votes, b.capacity, group);
 
-    const int64_t left = static_cast<int64_t>(s->unsure.size()), wide = padded(static_cast<int>(left), 16);
-    s->upper.assign(wide * group, 0.0f), s->lower.assign(wide * group, 0.0f);
-    const auto gather = [&](const std::vector<float>& from, std::vector<float>* to) {
-      for (int g = 0; g < group; ++g)
-        for (int64_t i = 0; i < left; ++i) (*to)[g * wide + i] = from[g * b.capacity + s->unsure[i]];
-    };
-    const auto vote = [&](const float* upper, const float* lower) {
-      s->votes.assign(wide, 0);
-      for (int g = 0; g < group; ++g)
-        s->dropper.vote(upper + g * wide, lower + g * wide, left, dropped[g], base[g], budget, s->votes.data());
-    };
-    // What the second look will likely keep is fetched while it goes on.
-    gather(b.mass, &s->upper);
-    vote(s->upper.data(), s->upper.data());
-    const int64_t block = static_cast<int64_t>(pool.page) * dim * (pool.dtype == kFloat ? 4 : 2);
-    s->ahead.reset(block);
-    for (const void* base_of : {pool.k, pool.v})
+    s->low.choose(high, s->unsure, group, Record(pool).blocks);
+    vote(low.mass, low.mass, low, budget);  // what the second look will likely keep is fetched while it goes on
+    s->ahead.reset(static_cast<int64_t>(pool.page) * dim * (pool.dtype == kFloat ? 4 : 2));
+    const int64_t left = low.count;
+    for (const void* from : {pool.k, pool.v})
       for (int64_t i = 0; i < left; ++i)
-        if (s->votes[i] != group)
-          s->ahead.block.push_back(static_cast<const char*>(base_of) + (s->pages[s->unsure[i]] * pool.heads + head) * block);
+        if (s->votes[i] != group) s->ahead.add(from, s->pages[s->unsure[i]] * pool.heads + head);
     s->ahead.spread(left);
-
-    score_low(pool, head, s->pages.data(), s->unsure, s->query, reference.data(), &b, &s->ahead);
-    gather(b.upper, &s->upper), gather(b.lower, &s->lower);
-    vote(s->upper.data(), s->lower.data());
-    for (int g = 0; g < group; ++g) dropped[g] += voted_sum(&s->upper[g * wide], s->votes, wide, group);
+    score_low(pool, head, s->pages, s->unsure, s->query, reference.data(), high, &s->ahead, &s->low);
+    vote(low.upper, low.lower, low, budget);
+    drop(low);
     for (int64_t i = 0; i < left; ++i) s->out[s->unsure[i]] = s->votes[i] == group;
 
     // Once more without cancellation: `vote` takes from a sum, which fails where what is dropped outweighs what is kept.
@@ -171,7 +157,7 @@ void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) 
     for (int g = 0; g < group; ++g) {
       kept_least[g] = base[g];
       for (int64_t i = 0; i < left; ++i)
-        if (s->votes[i] != group) kept_least[g] += s->lower[g * wide + i];
+        if (s->votes[i] != group) kept_least[g] += low.lower[g * low.capacity + i];
       within = within && dropped[g] * (1.0 + 2e-9) <= std::expm1(w.theta[row]) * kept_least[g];
     }
     if (!within) s->out.assign(count, 0);

@@ -3,6 +3,7 @@
 // Sixteen pages at a time, so that what is one number per page and head (sums over channels, the page's mass) is one
 // lane of a vector; the products, which are most of the work, have one lane per token.
 #include <algorithm>
+#include <type_traits>
 
 #include "attention.h"
 
@@ -51,140 +52,186 @@ inline void weigh(const int16_t* w, const int16_t* q16, int width, int16_t* qw, 
     qw[d] = static_cast<int16_t>((static_cast<int32_t>(q16[d]) * w[d] + 16384) >> 15);
     s += qw[d], a += qw[d] < 0 ? -qw[d] : qw[d];
   }
-  *plain = keep_first(set(static_cast<float>(s)), 1, 0.0f);
-  *absolute = keep_first(set(static_cast<float>(a)), 1, 0.0f);
+  if (Sums) *plain = keep_first(set(static_cast<float>(s)), 1, 0.0f);
+  if (Sums) *absolute = keep_first(set(static_cast<float>(a)), 1, 0.0f);
 #endif
 }
 
-// Two chains of additions per head: one alone would wait for each product.
-template <int G>
-inline void plane_dots(const void* plane, int groups, const int16_t (*qw)[kWide], Ints acc[G]) {
-  const uint8_t* p = static_cast<const uint8_t*>(plane);
-  Ints more[G];
-  for (int g = 0; g < G; ++g) acc[g] = more[g] = int_zero();
+// Products of B blocks of a plane with G heads, sixteen tokens each. Blocks share what is broadcast, as loads are what
+// limits this loop; two chains of additions each, as one would wait for every product.
+template <int G, int B>
+inline void plane_dots(const uint8_t* plane, int groups, const int16_t (*qw)[kWide], Ints out[B][G]) {
+  Ints even[B][G], odd[B][G];
+  for (int b = 0; b < B; ++b)
+    for (int g = 0; g < G; ++g) even[b][g] = odd[b][g] = int_zero();
   for (int d8 = 0; d8 < groups; ++d8) {
-    const Ints x = load_ints(p + 64 * d8);
-    const Ints n0 = nibbles<0>(x), n1 = nibbles<1>(x), n2 = nibbles<2>(x), n3 = nibbles<3>(x);
+    Ints n[B][4];
+    for (int b = 0; b < B; ++b) {
+      const Ints x = load_ints(plane + 64 * (b * groups + d8));
+      n[b][0] = nibbles<0>(x), n[b][1] = nibbles<1>(x), n[b][2] = nibbles<2>(x), n[b][3] = nibbles<3>(x);
+    }
     for (int g = 0; g < G; ++g) {
       const int16_t* q = qw[g] + 8 * d8;
-      acc[g] = pairs_dot(acc[g], n0, set_pair(q));
-      more[g] = pairs_dot(more[g], n1, set_pair(q + 2));
-      acc[g] = pairs_dot(acc[g], n2, set_pair(q + 4));
-      more[g] = pairs_dot(more[g], n3, set_pair(q + 6));
+      const Ints q0 = set_pair(q), q1 = set_pair(q + 2);
+      for (int b = 0; b < B; ++b) even[b][g] = pairs_dot(even[b][g], n[b][0], q0), odd[b][g] = pairs_dot(odd[b][g], n[b][1], q1);
+      const Ints q2 = set_pair(q + 4), q3 = set_pair(q + 6);
+      for (int b = 0; b < B; ++b) even[b][g] = pairs_dot(even[b][g], n[b][2], q2), odd[b][g] = pairs_dot(odd[b][g], n[b][3], q3);
     }
   }
-  for (int g = 0; g < G; ++g) acc[g] = acc[g] + more[g];
+  for (int b = 0; b < B; ++b)
+    for (int g = 0; g < G; ++g) out[b][g] = even[b][g] + odd[b][g];
 }
 
-// Up to 16 pages, heads g0 .. g0 + G - 1. `which` maps to positions in `pages` and in the bounds' arrays.
-template <int G, bool Fine>
-void score_batch(const Pool& pool, const Record& shape, int head, const int64_t* pages, const int32_t* which, int n,
-                 int n_next, const Query& query, int g0, const float* reference, Bounds* b, Ahead* ahead) {
-  alignas(64) int16_t spread_weight[kWide], qw[G][kWide];
-  alignas(64) float part[G][3][kPages][16], factor[G][kPages], offset[G][kPages], mass[G][kPages][16];
-  const int64_t low_size = shape.plane() / 4;
-  const auto cell = [&](int i) { return pages[which[i]] * pool.heads + head; };
+// done(block, head, products) for all blocks of a plane
+template <int G, class Done>
+inline void page_dots(const uint8_t* plane, const Record& shape, const int16_t (*qw)[kWide], Done done) {
+  for (int block = 0; block < shape.blocks;) {
+    const uint8_t* at = plane + static_cast<int64_t>(block) * shape.groups * 64;
+    if (block + 2 <= shape.blocks) {
+      Ints acc[2][G];
+      plane_dots<G, 2>(at, shape.groups, qw, acc);
+      for (int g = 0; g < G; ++g) done(block, g, acc[0][g]), done(block + 1, g, acc[1][g]);
+      block += 2;
+    } else {
+      Ints acc[1][G];
+      plane_dots<G, 1>(at, shape.groups, qw, acc);
+      for (int g = 0; g < G; ++g) done(block, g, acc[0][g]);
+      block += 1;
+    }
+  }
+}
+
+// Sums over the lanes of sixteen vectors, of which the first `n` are there.
+inline Vec lane_sums(const float (*from)[16], int n) {
+  Vec r[16];
+  for (int i = 0; i < 16; ++i) r[i] = i < n ? load(from[i]) : zero();
+  return sums(r);
+}
+
+// The masses of n <= 16 pages for G heads: factor dots + offset are scores; `out` is one vector per head.
+template <bool Low, int G>
+inline void masses(const Pool& pool, const Record& shape, const Query& query, int n, const int32_t* dots,
+                   const float (*factor)[kPages], const float (*offset)[kPages], const float* reference, Vec* out) {
+  alignas(64) float mass[G][kPages][16];
   for (int i = 0; i < n; ++i) {
-    const int64_t p = which[i];
-    const uint8_t* record = pool.record + cell(i) * pool.record_bytes;
-    const uint8_t* plane = Fine ? reinterpret_cast<const uint8_t*>(pool.low + cell(i) * low_size) : record + shape.high();
-    const char* later = nullptr;
-    if (g0 == 0 && i + kAhead < n + n_next) {
-      later = Fine ? reinterpret_cast<const char*>(pool.low + cell(i + kAhead) * low_size)
-                   : reinterpret_cast<const char*>(pool.record + cell(i + kAhead) * pool.record_bytes);
-    }
-    const int64_t later_bytes = later == nullptr ? 0 : Fine ? shape.plane() : pool.record_bytes;
-    for (int64_t at = 0; at < later_bytes; at += 64) prefetch(later + at);
-    if (Fine && g0 == 0) ahead->some();
-    spread(record + shape.weight(), shape.width, spread_weight);
-    Vec centre[G];
     for (int g = 0; g < G; ++g) {
-      Vec s, a;
-      weigh<!Fine>(spread_weight, query.q16.data() + static_cast<int64_t>(g0 + g) * query.stride, shape.width, qw[g], &s, &a);
-      if (!Fine) store(part[g][0][i], s), store(part[g][1][i], a), centre[g] = zero();
-    }
-    if (!Fine) {
-      const half* m = reinterpret_cast<const half*>(record + shape.centre());
-      for (int d = 0; d < shape.width; d += 16) {
-        const Vec x = shape.width - d >= 16 ? load(m + d) : load(m + d, shape.width - d);
-        for (int g = 0; g < G; ++g)
-          centre[g] = fma(load(query.values.data() + static_cast<int64_t>(g0 + g) * query.stride + d), x, centre[g]);
-      }
-      for (int g = 0; g < G; ++g) store(part[g][2][i], centre[g]);
-      float scalars[4];
-      std::memcpy(scalars, record, 16);
-      b->step[p] = scalars[0], b->error[p] = scalars[1], b->norm[p] = scalars[2];
-    }
-    for (int block = 0; block < shape.blocks; ++block) {
-      Ints acc[G];
-      plane_dots<G>(plane + static_cast<int64_t>(block) * shape.groups * 64, shape.groups, qw, acc);
-      for (int g = 0; g < G; ++g) {
-        int32_t* dots = b->dots.data() + ((p * query.group + g0 + g) * shape.blocks + block) * 16;
-        store_ints(dots, Fine ? shifted_sum(load_ints(dots), acc[g]) : acc[g]);
-      }
-    }
-  }
-  const int live = n;
-  for (int g = 0; g < G; ++g) {  // one lane per page
-    const int64_t row = (g0 + g) * b->capacity;
-    const float unit = 256.0f * query.alpha[g0 + g];
-    if (!Fine) {
-      float* into[3] = {b->weight_sum.data() + row, b->weight_abs.data() + row, b->centre.data() + row};
-      for (int kind = 0; kind < 3; ++kind) {
-        for (int i = live; i < kPages; ++i) store(part[g][kind][i], zero());
-        Vec r[16];
-        for (int i = 0; i < 16; ++i) r[i] = load(part[g][kind][i]);
-        alignas(64) float x[16];
-        store(x, sums(r));
-        for (int i = 0; i < live; ++i) into[kind][which[i]] = x[i];
-      }
-    }
-    for (int i = 0; i < live; ++i) {
-      const int64_t p = which[i];
-      const float u = unit * b->step[p], sum = b->weight_sum[row + p];
-      factor[g][i] = query.scale * (Fine ? u : 16.0f * u);
-      offset[g][i] = query.scale * (b->centre[row + p] - u * (Fine ? 128.0f : 120.5f) * sum);
-    }
-  }
-  for (int i = 0; i < live; ++i) {
-    for (int g = 0; g < G; ++g) {
-      const int32_t* dots = b->dots.data() + (static_cast<int64_t>(which[i]) * query.group + g0 + g) * shape.blocks * 16;
+      const int32_t* from = dots + (i * query.group + g) * shape.blocks * 16;
       Vec total = zero();
       for (int block = 0; block < shape.blocks; ++block) {
-        Vec s = fma(to_floats(load_ints(dots + 16 * block)), set(factor[g][i]), set(offset[g][i]));
+        Vec s = fma(to_floats(load_ints(from + 16 * block)), set(factor[g][i]), set(offset[g][i]));
         if (query.softcap > 0) s = cap(s, query.softcap);
-        s = s - set(reference[g0 + g]);
-        s = Fine ? exp(s) : exp2_above(s * set(kLog2e));
+        s = s - set(reference[g]);
+        s = Low ? exp(s) : exp2_above(s * set(kLog2e));
         const int tokens = pool.page - 16 * block;
         total = total + (tokens < 16 ? keep_first(s, tokens, 0.0f) : s);
       }
       store(mass[g][i], total);
     }
   }
-  for (int g = 0; g < G; ++g) {
-    Vec r[16];
-    for (int i = 0; i < 16; ++i) r[i] = i < live ? load(mass[g][i]) : zero();
-    alignas(64) float x[16];
-    store(x, sums(r));
-    for (int i = 0; i < live; ++i) b->mass[(g0 + g) * b->capacity + which[i]] = x[i];
-  }
+  for (int g = 0; g < G; ++g) out[g] = lane_sums(mass[g], n);
 }
 
-template <bool Fine>
-void score(const Pool& pool, int head, const int64_t* pages, const std::vector<int32_t>& which, const Query& query,
-           const float* reference, Bounds* b, Ahead* ahead) {
-  const Record shape(pool);
-  const int total = static_cast<int>(which.size());
-  for (int i = 0; i < total; i += kPages) {
-    const int n = std::min(kPages, total - i), next = std::min(kAhead, total - i - n);
-    const int32_t* some = which.data() + i;
-    for (int g = 0; g < query.group; g += kBlock) {
-      switch (std::min(query.group - g, kBlock)) {
-        case 1: score_batch<1, Fine>(pool, shape, head, pages, some, n, next, query, g, reference, b, ahead); break;
-        case 2: score_batch<2, Fine>(pool, shape, head, pages, some, n, next, query, g, reference, b, ahead); break;
-        case 3: score_batch<3, Fine>(pool, shape, head, pages, some, n, next, query, g, reference, b, ahead); break;
-        default: score_batch<4, Fine>(pool, shape, head, pages, some, n, next, query, g, reference, b, ahead);
+// Heads g0 .. g0 + G - 1 and pages from .. from + n - 1, sixteen at most, from the high plane alone.
+template <int G>
+void high_batch(const Pool& pool, const Record& shape, int head, const int64_t* pages, int64_t from, int n,
+                int64_t count, const Query& query, int g0, const float* reference, Bounds* b) {
+  alignas(64) int16_t weight[kWide], qw[G][kWide];
+  alignas(64) float part[3][G][kPages][16], scalar[3][kPages] = {}, factor[G][kPages], offset[G][kPages];
+  const auto record_of = [&](int64_t p) { return pool.record + (pages[p] * pool.heads + head) * pool.record_bytes; };
+  for (int i = 0; i < n; ++i) {
+    const uint8_t* record = record_of(from + i);
+    if (g0 == 0 && from + i + kAhead < count) {
+      const uint8_t* later = record_of(from + i + kAhead);
+      for (int64_t at = 0; at < pool.record_bytes; at += 64) prefetch(later + at);
+    }
+    for (int k = 0; k < 3; ++k) std::memcpy(&scalar[k][i], record + 4 * k, 4);  // step, error, norm
+    spread(record + shape.weight(), shape.width, weight);
+    Vec centre[G];
+    for (int g = 0; g < G; ++g) {
+      Vec plain, absolute;
+      weigh<true>(weight, query.q16.data() + (g0 + g) * query.stride, shape.width, qw[g], &plain, &absolute);
+      store(part[0][g][i], plain), store(part[1][g][i], absolute), centre[g] = zero();
+    }
+    const half* m = reinterpret_cast<const half*>(record + shape.centre());
+    for (int d = 0; d < shape.width; d += 16) {
+      const Vec x = shape.width - d >= 16 ? load(m + d) : load(m + d, shape.width - d);
+      for (int g = 0; g < G; ++g) centre[g] = fma(load(query.values.data() + (g0 + g) * query.stride + d), x, centre[g]);
+    }
+    for (int g = 0; g < G; ++g) store(part[2][g][i], centre[g]);
+    int32_t* dots = b->dots.data() + ((from + i) * query.group + g0) * shape.blocks * 16;
+    page_dots<G>(record + shape.high(), shape, qw, [&](int block, int g, Ints sum) {
+      store_ints(dots + (g * shape.blocks + block) * 16, sum);
+    });
+  }
+  const Vec step = load(scalar[0]);
+  store(b->step.data() + from, step), store(b->error.data() + from, load(scalar[1]));
+  store(b->norm.data() + from, load(scalar[2]));
+  for (int g = 0; g < G; ++g) {  // one lane per page
+    const int64_t at = (g0 + g) * b->capacity + from;
+    const Vec plain = lane_sums(part[0][g], n), centre = lane_sums(part[2][g], n);
+    store(b->centre.data() + at, centre), store(b->weight_sum.data() + at, plain);
+    store(b->weight_abs.data() + at, lane_sums(part[1][g], n));
+    const Vec u = set(256.0f * query.alpha[g0 + g]) * step;
+    store(factor[g], set(query.scale) * (set(16.0f) * u));
+    store(offset[g], set(query.scale) * (centre - u * set(120.5f) * plain));
+  }
+  Vec mass[G];
+  masses<false, G>(pool, shape, query, n, b->dots.data() + (from * query.group + g0) * shape.blocks * 16, factor, offset,
+                  reference + g0, mass);
+  for (int g = 0; g < G; ++g) store(b->mass.data() + (g0 + g) * b->capacity + from, mass[g]);
+}
+
+// As high_batch from both planes; page i of `b` is page which[i] of the list and of `high`.
+template <int G>
+void low_batch(const Pool& pool, const Record& shape, int head, const int64_t* pages, const int32_t* which,
+               int64_t from, int n, int64_t count, const Query& query, int g0, const float* reference, const Bounds& high,
+               Ahead* ahead, Bounds* b) {
+  alignas(64) int16_t weight[kWide], qw[G][kWide];
+  alignas(64) float factor[G][kPages], offset[G][kPages];
+  const int64_t low_size = shape.plane() / 4;
+  const auto cell = [&](int64_t i) { return pages[which[i]] * pool.heads + head; };
+  for (int i = 0; i < n; ++i) {
+    const uint8_t* record = pool.record + cell(from + i) * pool.record_bytes;
+    if (g0 == 0) {
+      if (from + i + kAhead < count) {
+        const uint32_t* later = pool.low + cell(from + i + kAhead) * low_size;
+        for (int64_t at = 0; at < low_size; at += 16) prefetch(later + at);
       }
+      ahead->some();
+    }
+    spread(record + shape.weight(), shape.width, weight);
+    for (int g = 0; g < G; ++g)
+      weigh<false>(weight, query.q16.data() + (g0 + g) * query.stride, shape.width, qw[g], nullptr, nullptr);
+    const int64_t each = static_cast<int64_t>(shape.blocks) * 16;
+    int32_t* dots = b->dots.data() + ((from + i) * query.group + g0) * each;
+    const int32_t* before = high.dots.data() + (which[from + i] * query.group + g0) * each;
+    page_dots<G>(reinterpret_cast<const uint8_t*>(pool.low + cell(from + i) * low_size), shape, qw,
+                 [&](int block, int g, Ints sum) {
+                   const int64_t at = g * each + block * 16;
+                   store_ints(dots + at, shifted_sum(load_ints(before + at), sum));
+                 });
+  }
+  for (int g = 0; g < G; ++g) {
+    const int64_t at = (g0 + g) * b->capacity + from;
+    const Vec u = set(256.0f * query.alpha[g0 + g]) * load(b->step.data() + from);
+    store(factor[g], set(query.scale) * u);
+    store(offset[g], set(query.scale) * (load(b->centre.data() + at) - u * set(128.0f) * load(b->weight_sum.data() + at)));
+  }
+  Vec mass[G];
+  masses<true, G>(pool, shape, query, n, b->dots.data() + (from * query.group + g0) * shape.blocks * 16, factor, offset,
+                 reference + g0, mass);
+  for (int g = 0; g < G; ++g) store(b->mass.data() + (g0 + g) * b->capacity + from, mass[g]);
+}
+
+// body(heads g0 .. g0 + G - 1 as integral constant G, g0) for all heads, kBlock at a time
+template <class Body>
+void each_block(int group, Body body) {
+  for (int g = 0; g < group; g += kBlock) {
+    switch (std::min(group - g, kBlock)) {
+      case 1: body(std::integral_constant<int, 1>(), g); break;
+      case 2: body(std::integral_constant<int, 2>(), g); break;
+      case 3: body(std::integral_constant<int, 3>(), g); break;
+      default: body(std::integral_constant<int, 4>(), g);
     }
   }
 }
@@ -229,15 +276,41 @@ void Bounds::resize(int group, int64_t n, int blocks) {
   if (dots.size() < all * blocks * 16) dots.resize(all * blocks * 16);
 }
 
-void score_high(const Pool& pool, int head, const int64_t* pages, const std::vector<int32_t>& which, const Query& query,
+void score_high(const Pool& pool, int head, const std::vector<int64_t>& pages, const Query& query,
                 const float* reference, Bounds* b) {
-  score<false>(pool, head, pages, which, query, reference, b, nullptr);
+  const Record shape(pool);
+  const int64_t count = static_cast<int64_t>(pages.size());
+  b->resize(query.group, count, shape.blocks);
+  for (int64_t i = 0; i < count; i += kPages)
+    each_block(query.group, [&](auto block, int g0) {
+      high_batch<block.value>(pool, shape, head, pages.data(), i, static_cast<int>(std::min<int64_t>(kPages, count - i)),
+                              count, query, g0, reference, b);
+    });
   widen(pool, query, reference, 7.5f, kChord, b);
 }
 
-void score_low(const Pool& pool, int head, const int64_t* pages, const std::vector<int32_t>& which, const Query& query,
-               const float* reference, Bounds* b, Ahead* ahead) {
-  score<true>(pool, head, pages, which, query, reference, b, ahead);
+void Bounds::choose(const Bounds& from, const std::vector<int32_t>& which, int group, int blocks) {
+  resize(group, static_cast<int64_t>(which.size()), blocks);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t p = which[i];
+    step[i] = from.step[p], error[i] = from.error[p], norm[i] = from.norm[p];
+    for (int g = 0; g < group; ++g) {
+      const int64_t to = g * capacity + i, at = g * from.capacity + p;
+      centre[to] = from.centre[at], mass[to] = from.mass[at];
+      weight_sum[to] = from.weight_sum[at], weight_abs[to] = from.weight_abs[at];
+    }
+  }
+}
+
+void score_low(const Pool& pool, int head, const std::vector<int64_t>& pages, const std::vector<int32_t>& which,
+               const Query& query, const float* reference, const Bounds& high, Ahead* ahead, Bounds* b) {
+  const Record shape(pool);
+  for (int64_t i = 0; i < b->count; i += kPages)
+    each_block(query.group, [&](auto block, int g0) {
+      low_batch<block.value>(pool, shape, head, pages.data(), which.data(), i,
+                             static_cast<int>(std::min<int64_t>(kPages, b->count - i)), b->count, query, g0, reference,
+                             high, ahead, b);
+    });
   widen(pool, query, reference, 0.0f, 0.0f, b);
 }
 
