@@ -69,9 +69,9 @@ def integer_gaps(page_tokens: int, pages: int, head_size: int) -> dict[str, Frac
     return {
         "dot products fit in 31 bits": Fraction(2**31 - 1 - most * 255 * d),
         "sums of weighted queries are exact": Fraction(2**24 - most * d),
-        "integers in place of the query": granted * (1 + 32 * _U) * (1 - _gamma(8)) - needed * (1 + whole),
+        "integers in place of the query": granted * (1 + 32 * _U) * (1 - _gamma(10)) - needed * (1 + whole),
         "integers in the stored error": granted - needed,
-        "the width in float32": (1 + 32 * _U) * (1 - _gamma(8)) - 1,
+        "the width in float32": (1 + 32 * _U) * (1 - _gamma(10)) - 1,
         "the scores from integers": Fraction(101, 100) * (d + 32) * _U * (1 - _gamma(8)) - max(whole, centre),
         "queries taken for 0": 8 * _U - Fraction(1, 10**30) * d * 3 * 65504,
         "their unit is a normal number": Fraction(1, 10**30) / 32768 - _FLUSHED,
