@@ -50,6 +50,16 @@ inline float to_float(half x) {
 
 inline void from_float(float x, float* out) { *out = x; }
 
+// a b + c, rounded once where the processor can: the compiler itself fuses nothing (-ffp-contract=off), or else the same
+// expression would round differently from one place to the next.
+inline float fused(float a, float b, float c) {
+#if defined(__FMA__) || defined(__FP_FAST_FMAF) || defined(__ARM_FEATURE_FMA)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 inline bf16 to_bf16(float x) {  // nearest even; NaN stays NaN
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -262,7 +272,7 @@ inline Vec operator*(Vec a, Vec b) {
   return a;
 }
 inline Vec fma(Vec a, Vec b, Vec c) {
-  ENTROPIC_EACH a.v[i] = a.v[i] * b.v[i] + c.v[i];
+  ENTROPIC_EACH a.v[i] = fused(a.v[i], b.v[i], c.v[i]);
   return a;
 }
 inline Vec max(Vec a, Vec b) {
