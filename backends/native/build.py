@@ -24,7 +24,10 @@ from entropic_ctl.errors import EntropicError
 __all__ = ["NativeUnavailableError", "library", "reason_unavailable"]
 
 _SOURCES = Path(__file__).parent / "src"
-_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-pthread", "-Wall")
+_FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
+    *("-fPIC", "-pthread", "-Wall"),
+)
 _KEPT = 3  # earlier builds that stay in the cache
 
 

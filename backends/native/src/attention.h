@@ -151,10 +151,9 @@ void score_low(const Pool& pool, int head, const std::vector<int64_t>& pages, co
 // Which pages one query head may drop: ascending by upper bound (ties by place) while
 //   spent + sum of upper <= f (base + sum of lower of the others).
 struct Dropper {
-  std::vector<float> upper[3], lower[3];
-  std::vector<int32_t> place[3];
-  std::vector<int32_t> order;
-  // Adds 1 to votes[i] for each of the `count` pages it may drop.
+  std::vector<float> upper, lower;
+  std::vector<int32_t> place;
+  // Adds 1 to votes[i] for each of the `count` pages it may drop. All three lists are padded to 16; the bounds with 0.
   void vote(const float* upper_bound, const float* lower_bound, int64_t count, double spent, double base, double f,
             int32_t* votes);
 };

@@ -4,87 +4,165 @@
 #include "attention.h"
 #include "pool.h"
 
+#pragma GCC diagnostic ignored "-Wpsabi"  // no vector leaves this file
+
 namespace {
 
 using namespace simd;
 using attention::Pool;
 using attention::Record;
 
+// Eight channels, lane by lane on any machine.
+typedef double Doubles __attribute__((vector_size(64)));
+typedef int64_t Words __attribute__((vector_size(64)));
+constexpr int kGroup = 8;
+
+constexpr int32_t kHalfMax = 0x477fe000;         // 65504, as the bits of a float
+constexpr double kNearest = 6755399441055744.0;  // 1.5 2^52: what is added to it is rounded to an integer, ties to even
+constexpr Words kNibble = {0, 16, 4, 20, 8, 24, 12, 28};  // where a word has channel j; see Shadow
+
 float up(double x) {  // to float32, away from zero (x >= 0)
   const float near = static_cast<float>(x);
   return static_cast<double>(near) < x ? std::nextafter(near, kInfinity) : near;
 }
 
-constexpr double kHalfMax = 65504.0;
+inline uint64_t any(const Words& a) {  // of the eight
+#ifdef ENTROPIC_AVX512
+  return static_cast<uint64_t>(_mm512_reduce_or_epi64((__m512i)a));
+#else
+  uint64_t out = 0;
+  for (int j = 0; j < kGroup; ++j) out |= static_cast<uint64_t>(a[j]);
+  return out;
+#endif
+}
 
-// One (page, KV head): keys (page, dim) as float64 in `k`. False if a value is not finite or beyond float16.
-bool seal_keys(const Pool& pool, const Record& shape, const double* k, uint8_t* record, uint32_t* low) {
-  const int dim = pool.dim, page = pool.page;
-  std::vector<double> minimum(dim), maximum(dim), radius(dim);
-  std::vector<float> centre(dim);
-  double widest = 0.0;
-  for (int d = 0; d < dim; ++d) {
-    double lo = k[d], hi = k[d];
-    for (int t = 0; t < page; ++t) {
-      const double x = k[static_cast<int64_t>(t) * dim + d];
-      if (!(std::fabs(x) <= kHalfMax)) return false;
-      lo = std::min(lo, x), hi = std::max(hi, x);
+inline Doubles most(const Doubles& a, const Doubles& b) { return a > b ? a : b; }
+inline Doubles least(const Doubles& a, const Doubles& b) { return a < b ? a : b; }
+
+// Keys or values of one (page, KV head); channels past the head's are 0.
+struct Sheet {
+  int page, dim, groups;
+  std::vector<float> given;      // (page, groups, 8)
+  std::vector<Doubles> x;        // (page, groups): the same
+  std::vector<Doubles> squares;  // (page): summed over groups
+
+  Sheet(const Pool& pool, const Record& shape)
+      : page(pool.page),
+        dim(pool.dim),
+        groups(shape.groups),
+        given(static_cast<size_t>(page) * groups * kGroup + 16),
+        x(static_cast<size_t>(page) * groups),
+        squares(page) {}
+
+  template <class T>
+  bool read_typed(const T* from) {
+    const int64_t width = static_cast<int64_t>(groups) * kGroup, size = page * width;
+    for (int t = 0; t < page; ++t, from += dim)
+      for (int d = 0; d < dim; d += 16)  // what goes beyond the row is written again
+        store(given.data() + t * width + d, load(from + d, std::min(dim - d, 16)));
+    double* wide = reinterpret_cast<double*>(x.data());
+    for (int64_t i = 0; i < size; ++i) wide[i] = given[i];
+    int32_t largest = 0;  // magnitude, as bits
+    for (int64_t i = 0; i < size; ++i) {
+      int32_t bits;
+      std::memcpy(&bits, &given[i], 4);
+      largest = std::max(largest, bits & 0x7fffffff);
     }
-    centre[d] = to_float(to_half(static_cast<float>(0.5 * (lo + hi))));
-    radius[d] = std::max(hi - static_cast<double>(centre[d]), static_cast<double>(centre[d]) - lo);
-    widest = std::max(widest, radius[d]);
+    std::fill(squares.begin(), squares.end(), Doubles{});
+    return largest <= kHalfMax;
   }
+
+  // False if a value is not finite or beyond float16.
+  bool read(const void* base, int32_t dtype, int64_t at) {
+    switch (dtype) {
+      case attention::kBf16: return read_typed(static_cast<const bf16*>(base) + at);
+      case attention::kHalf: return read_typed(static_cast<const half*>(base) + at);
+      default: return read_typed(static_cast<const float*>(base) + at);
+    }
+  }
+
+  const Doubles& at(int t, int group) const { return x[static_cast<int64_t>(t) * groups + group]; }
+
+  double largest_square() const {
+    double out = 0.0;
+    for (const Doubles& s : squares)
+      out = std::max(out, ((s[0] + s[1]) + (s[2] + s[3])) + ((s[4] + s[5]) + (s[6] + s[7])));
+    return out;
+  }
+};
+
+void seal_keys(Sheet* keys, const Record& shape, uint8_t* record, uint32_t* low) {
+  const int page = keys->page, dim = keys->dim, groups = keys->groups;
   std::memset(record, 0, shape.bytes());
   std::memset(low, 0, shape.plane());
   uint32_t* high = reinterpret_cast<uint32_t*>(record + shape.high());
+  double centre[256], radius[256], widest = 0.0;
+  for (int g = 0; g < groups; ++g) {
+    Doubles lo = keys->at(0, g), hi = lo;
+    for (int t = 0; t < page; ++t) {
+      const Doubles x = keys->at(t, g);
+      lo = least(lo, x), hi = most(hi, x);
+      keys->squares[t] += x * x;
+    }
+    for (int j = 0, d = kGroup * g; j < kGroup && d < dim; ++j, ++d) {
+      const half c = to_half(static_cast<float>(0.5 * (lo[j] + hi[j])));
+      std::memcpy(record + shape.centre() + 2 * d, &c.bits, 2);
+      centre[d] = to_float(c);
+      radius[d] = std::max(hi[j] - centre[d], centre[d] - lo[j]);
+      widest = std::max(widest, radius[d]);
+    }
+  }
   // weights: radius in units of widest / 255, rounded up; 127.5 steps of w a reach it
   const float step = up(widest / (255.0 * 127.5));
-  double error = 0.0, square_most = 0.0;
-  std::vector<double> reach(dim);
-  for (int d = 0; d < dim; ++d) {
-    const double w = widest > 0.0 ? std::min(255.0, std::max(1.0, std::ceil(radius[d] / widest * 255.0))) : 1.0;
-    record[shape.weight() + d] = static_cast<uint8_t>(w);
-    const uint16_t bits = to_half(centre[d]).bits;
-    std::memcpy(record + shape.centre() + 2 * d, &bits, 2);
-    const double unit = w * static_cast<double>(step), m = centre[d];
-    const int nibble = 4 * (((d & 7) >> 1) + 4 * (d & 1));
-    for (int t = 0; t < page; ++t) {
-      const double x = k[static_cast<int64_t>(t) * dim + d];
-      const double code = unit > 0.0 ? std::min(255.0, std::max(0.0, std::nearbyint((x - m) / unit) + 128.0)) : 128.0;
-      error = std::max(error, std::fabs(x - (m + unit * (code - 128.0))) / w);
-      const uint32_t c = static_cast<uint32_t>(code);
-      const int64_t at = (static_cast<int64_t>(t / 16) * shape.groups + d / 8) * 16 + t % 16;
-      high[at] |= (c >> 4) << nibble;
-      low[at] |= (c & 15u) << nibble;
+  double error = 0.0, magnitude = 0.0, reach_square = 0.0;
+  for (int g = 0; g < groups; ++g) {
+    Doubles m{}, unit{}, weight = m + 1.0;
+    Words real{};
+    for (int j = 0, d = kGroup * g; j < kGroup && d < dim; ++j, ++d) {
+      real[j] = 255;
+      weight[j] = widest > 0.0 ? std::min(255.0, std::max(1.0, std::ceil(radius[d] / widest * 255.0))) : 1.0;
+      record[shape.weight() + d] = static_cast<uint8_t>(weight[j]);
+      m[j] = centre[d], unit[j] = weight[j] * static_cast<double>(step);
+      const double reach = std::fabs(centre[d]) + 128.0 * unit[j];
+      reach_square += reach * reach;
+      magnitude = std::max(magnitude, reach);
     }
-    reach[d] = std::fabs(m) + 128.0 * unit;
-  }
-  for (int d = 0; d < dim; ++d) square_most += reach[d] * reach[d];
-  for (int t = 0; t < page; ++t) {
-    double square = 0.0;
-    for (int d = 0; d < dim; ++d) square += k[static_cast<int64_t>(t) * dim + d] * k[static_cast<int64_t>(t) * dim + d];
-    square_most = std::max(square_most, square);
+    const Doubles divisor = unit > 0.0 ? unit : m * 0.0 + 1.0, zero_code = m * 0.0 + (kNearest + 128.0);
+    Doubles residue{};
+    for (int t = 0; t < page; ++t) {
+      const Doubles x = keys->at(t, g);
+      const Doubles code = least(most((x - m) / divisor + zero_code, zero_code - 128.0), zero_code + 127.0);
+      const Doubles off = x - (m + unit * (code - zero_code));
+      residue = most(residue, most(off, -off));
+      const Words c = (Words)code & real, words = ((c & 15) << kNibble) | ((c >> 4) << (kNibble + 32));
+      const uint64_t both = any(words);
+      const int64_t at = (static_cast<int64_t>(t / 16) * groups + g) * 16 + t % 16;
+      high[at] = static_cast<uint32_t>(both >> 32), low[at] = static_cast<uint32_t>(both);
+    }
+    for (int j = 0; j < kGroup; ++j) error = std::max(error, residue[j] / weight[j]);
   }
   // float64 leaves a few 2^-53 of the magnitudes in each residue: covered by 2^-48 of the widest reach
-  double magnitude = 0.0;
-  for (const double r : reach) magnitude = std::max(magnitude, r);
+  const double square = std::max(reach_square, keys->largest_square());
   const float scalars[4] = {step, up(error + (error > 0.0 ? magnitude * 0x1p-48 : 0.0)),
-                            up(std::sqrt(square_most) * (1.0 + 1e-12)), 0.0f};
+                            up(std::sqrt(square) * (1.0 + 1e-12)), 0.0f};
   std::memcpy(record, scalars, 16);
-  return true;
 }
 
-template <class T>
-void to_double(const T* x, int64_t n, double* out) {
-  for (int64_t i = 0; i < n; ++i) out[i] = to_float(x[i]);
-}
-
-void read_page(const void* base, int32_t dtype, int64_t at, int64_t n, double* out) {
-  switch (dtype) {
-    case attention::kBf16: return to_double(static_cast<const bf16*>(base) + at, n, out);
-    case attention::kHalf: return to_double(static_cast<const half*>(base) + at, n, out);
-    default: return to_double(static_cast<const float*>(base) + at, n, out);
+// Centre (dim) of the values, and the largest distance from it.
+float summarise_values(Sheet* values, uint16_t* centre) {
+  for (int g = 0; g < values->groups; ++g) {
+    Doubles sum{}, middle{};
+    for (int t = 0; t < values->page; ++t) sum += values->at(t, g);
+    for (int j = 0, d = kGroup * g; j < kGroup && d < values->dim; ++j, ++d) {
+      const half c = to_half(static_cast<float>(sum[j] / values->page));
+      centre[d] = c.bits, middle[j] = to_float(c);
+    }
+    for (int t = 0; t < values->page; ++t) {
+      const Doubles away = values->at(t, g) - middle;
+      values->squares[t] += away * away;
+    }
   }
+  return up(std::sqrt(values->largest_square()) * (1.0 + 1e-12));
 }
 
 }  // namespace
@@ -100,36 +178,17 @@ extern "C" void entropic_seal(const Pool* pool_, int64_t layers, int64_t pages, 
   std::vector<uint8_t> good(static_cast<size_t>(layers * count * pool.heads), 0);
   pool::Queue queue;
   pool::run(threads, [&](int, int) {
-    std::vector<double> x(size), centre(pool.dim);
+    Sheet sheet(pool, shape);
     for (int64_t i; (i = queue.take()) < layers * count;) {
       const int64_t layer = i / count, page = ids[i % count];
       for (int h = 0; h < pool.heads; ++h) {
         const int64_t cell = (layer * pages + page) * pool.heads + h;
-        read_page(pool.k, pool.dtype, cell * size, size, x.data());
-        bool ok = seal_keys(pool, shape, x.data(), const_cast<uint8_t*>(pool.record) + cell * pool.record_bytes,
-                            const_cast<uint32_t*>(pool.low) + cell * (shape.plane() / 4));
-        read_page(pool.v, pool.dtype, cell * size, size, x.data());
-        double farthest = 0.0;
-        for (int d = 0; d < pool.dim; ++d) {
-          double mean = 0.0;
-          for (int t = 0; t < pool.page; ++t) {
-            const double v = x[static_cast<int64_t>(t) * pool.dim + d];
-            ok = ok && std::fabs(v) <= kHalfMax;
-            mean += v;
-          }
-          const half c = to_half(static_cast<float>(mean / pool.page));
-          value_centre[cell * pool.dim + d] = c.bits;
-          centre[d] = to_float(c);
-        }
-        for (int t = 0; t < pool.page; ++t) {
-          double square = 0.0;
-          for (int d = 0; d < pool.dim; ++d) {
-            const double away = x[static_cast<int64_t>(t) * pool.dim + d] - centre[d];
-            square += away * away;
-          }
-          farthest = std::max(farthest, square);
-        }
-        value_radius[cell] = up(std::sqrt(farthest) * (1.0 + 1e-12));
+        bool ok = sheet.read(pool.k, pool.dtype, cell * size);
+        if (ok)
+          seal_keys(&sheet, shape, const_cast<uint8_t*>(pool.record) + cell * pool.record_bytes,
+                    const_cast<uint32_t*>(pool.low) + cell * (shape.plane() / 4));
+        ok = sheet.read(pool.v, pool.dtype, cell * size) && ok;
+        value_radius[cell] = summarise_values(&sheet, value_centre + cell * pool.dim);
         good[i * pool.heads + h] = ok;
       }
     }

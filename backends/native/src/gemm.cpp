@@ -32,7 +32,7 @@ struct Step {
   typedef Lanes Register;
   static Register load(const T* p) { return lanes::load(p); }
   static Register load(const T* p, int64_t count) { return lanes::load(p, count); }
-  static Lanes add(const Lanes& sum, const Register& x, const Register& w) { return sum + x * w; }
+  static Lanes add(const Lanes& sum, const Register& x, const Register& w) { return lanes::fma(x, w, sum); }
 };
 
 // Add up the lanes of four registers, each in the same order.

@@ -32,6 +32,7 @@ inline __m256i narrow(Lanes x) {  // nearest even; NaN stays NaN
   return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(up, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), nan));
 #endif
 }
+inline Lanes fma(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
 inline Lanes load(const float* p) { return _mm512_loadu_ps(p); }
 inline Lanes load(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline Lanes load(const float* p, int64_t count) { return _mm512_maskz_loadu_ps(first(count), p); }
@@ -49,6 +50,14 @@ inline float sum(Lanes x) {
 #pragma GCC diagnostic ignored "-Wpsabi"  // no vector leaves this library
 typedef float Lanes __attribute__((vector_size(64)));
 
+inline Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) {
+  float x[kWidth], y[kWidth], z[kWidth];
+  std::memcpy(x, &a, sizeof x), std::memcpy(y, &b, sizeof y), std::memcpy(z, &c, sizeof z);
+  for (int i = 0; i < kWidth; ++i) z[i] = simd::fused(x[i], y[i], z[i]);
+  Lanes out;
+  std::memcpy(&out, z, sizeof out);
+  return out;
+}
 template <class T>
 inline float element(const T* p);
 template <>
@@ -101,16 +110,16 @@ inline Lanes exp(Lanes x) {
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
   x = x < all(-87.0f) ? all(-87.0f) : x;
   x = x > all(87.0f) ? all(87.0f) : x;
-  const Lanes shifted = x * 1.44269504f + magic;
+  const Lanes shifted = fma(x, all(1.44269504f), all(magic));
   const Lanes n = shifted - magic;
-  const Lanes r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  const Lanes r = fma(n, all(2.12194440e-4f), fma(n, all(-0.693359375f), x));
   Lanes p = all(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
+  p = fma(p, r, all(1.3981999507e-3f));
+  p = fma(p, r, all(8.3334519073e-3f));
+  p = fma(p, r, all(4.1665795894e-2f));
+  p = fma(p, r, all(1.6666665459e-1f));
+  p = fma(p, r, all(5.0000001201e-1f));
+  p = fma(p, r * r, r) + 1.0f;
   return (Lanes)((Ints)p + ((Ints)shifted << 23));
 }
 

@@ -18,7 +18,7 @@ void norm(Norm kind, const T* x, const T* weight, int64_t n, float eps, T* out) 
   Lanes squares{};
   for (int64_t i = 0; i < n; i += lanes::kWidth) {
     const Lanes v = lanes::load(x + i, n - i);
-    squares = squares + v * v;
+    squares = lanes::fma(v, v, squares);
   }
   const float scale = 1.0f / std::sqrt(lanes::sum(squares) / static_cast<float>(n) + eps);
   for (int64_t i = 0; i < n; i += lanes::kWidth) {
@@ -78,7 +78,7 @@ void gate(Activation kind, const float* gate, const float* up, int64_t n, T* out
     const Lanes g = lanes::round_to(T{}, lanes::load(gate + i, n - i));
     const Lanes u = lanes::round_to(T{}, lanes::load(up + i, n - i));
     Lanes slope = g;  // both activations are g * sigmoid(slope)
-    if (kind == Activation::kGeluTanh) slope = g * (1.5957691216f + 0.0713548163f * (g * g));
+    if (kind == Activation::kGeluTanh) slope = g * lanes::fma(lanes::all(0.0713548163f), g * g, lanes::all(1.5957691216f));
     lanes::store(out + i, lanes::round_to(T{}, g / (lanes::exp(-slope) + 1.0f)) * u, n - i);
   }
 }

@@ -1,80 +1,108 @@
-// The smallest kept set without a sort: quickselect on the bounds, then the last few in order.
+// The smallest kept set without a sort: the bound up to which pages may be dropped is bracketed over the whole list, then
+// the few pages in the bracket are taken in order.
 #include <algorithm>
-#include <numeric>
 
 #include "attention.h"
 
 namespace attention {
+namespace {
 
 using namespace simd;
 
+constexpr int kCuts = 2;  // tried in one pass
+constexpr int32_t kFirst[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+int32_t bits_of(float x) {
+  int32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+
+float of_bits(int32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// All pages with bounds up to the float of these bits (ordered as the floats, down from -1: none).
+struct Cut {
+  int32_t limit;
+  int64_t count;
+  double upper, others;  // sum of their upper bounds; sum of the lower bounds of all others
+};
+
+template <int N>
+void sum_cuts(const float* upper, const float* lower, int64_t count, Cut* cuts) {
+  Vec at[N], u[N], l[N];
+  Ints n[N];
+  for (int c = 0; c < N; ++c) at[c] = set(of_bits(cuts[c].limit)), u[c] = l[c] = zero(), n[c] = int_zero();
+  for (int64_t i = 0; i < count; i += 16) {
+    const Vec a = load(upper + i), b = load(lower + i);
+    for (int c = 0; c < N; ++c) {
+      u[c] = u[c] + where_at_most(a, at[c], a);
+      l[c] = l[c] + (b - where_at_most(a, at[c], b));
+      n[c] = n[c] + one_at_most(a, at[c]);
+    }
+  }
+  for (int c = 0; c < N; ++c) cuts[c].count = sum(n[c]), cuts[c].upper = sum(u[c]), cuts[c].others = sum(l[c]);
+}
+
+}  // namespace
+
 void Dropper::vote(const float* upper_bound, const float* lower_bound, int64_t count, double spent, double base,
                    double f, int32_t* votes) {
-  const size_t room = static_cast<size_t>(count) + 16;
-  for (int i = 0; i < 3; ++i) {
-    if (upper[i].size() < room) upper[i].resize(room), lower[i].resize(room), place[i].resize(room);
-  }
-  int now = 0;
-  double rest = base;
-  Vec lowers = zero();
-  for (int64_t i = 0; i < count; i += 16) {  // the bounds are padded to 16 with zeros
-    const Vec u = load(upper_bound + i), l = load(lower_bound + i);
-    store(upper[0].data() + i, u), store(lower[0].data() + i, l);
-    lowers = lowers + l;
-  }
-  std::iota(place[0].begin(), place[0].begin() + count, 0);
-  rest += sum(lowers);
-  int64_t n = count;
-  const auto bits_of = [](float x) {
-    int32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return bits;
-  };
-  while (n > 16) {
-    // pivot: halfway between the extremes' bits, that is, on a logarithmic scale
-    Vec least = set(kInfinity), most = zero();
-    for (int64_t i = 0; i < n; i += 16) {
-      const int m = static_cast<int>(std::min<int64_t>(n - i, 16));
-      const Vec x = load(upper[now].data() + i);
-      least = zero() - max(zero() - keep_first(x, m, kInfinity), zero() - least);
-      most = max(keep_first(x, m, 0.0f), most);
+  Cut low{-1, 0, 0.0, 0.0};
+  sum_cuts<1>(upper_bound, lower_bound, count, &low);
+  int32_t high = bits_of(kInfinity);
+  int64_t open = (count + 15) / 16 * 16;  // in the bracket, padding included
+  while (open > 16 && high - low.limit > 1) {
+    // No page above what is left to spend goes; up to a share of it that all could spend, every page does.
+    const double left = f * (base + low.others) - spent - low.upper;
+    if (!(left >= 0.0)) break;
+    if (left < of_bits(high)) high = std::max(low.limit, bits_of(static_cast<float>(left)));
+    const int32_t sure = bits_of(static_cast<float>(left / ((1.0 + f) * static_cast<double>(open))));
+    const int32_t from = sure < high ? std::max(low.limit, sure) : low.limit;
+    Cut cuts[kCuts];
+    for (int c = 0; c < kCuts; ++c)
+      cuts[c].limit = from + static_cast<int32_t>((static_cast<int64_t>(high) - from) * (c + 1) / (kCuts + 1));
+    sum_cuts<kCuts>(upper_bound, lower_bound, count, cuts);
+    int64_t most = low.count + open;
+    for (const Cut& cut : cuts) {
+      if (!(spent + cut.upper <= f * (base + cut.others))) {
+        most = cut.count, high = cut.limit;
+        break;
+      }
+      low = cut;
     }
-    const float lo = -largest(zero() - least), hi = largest(most);
-    if (!(lo < hi)) break;  // all equal (or all infinite)
-    const int32_t middle = bits_of(lo) + (bits_of(hi) - bits_of(lo)) / 2;
-    float pivot;
-    std::memcpy(&pivot, &middle, 4);
-    const int left = (now + 1) % 3, right = (now + 2) % 3;
-    int64_t n_left = 0, n_right = 0;
-    double u = 0.0, l = 0.0;
-    Vec us = zero(), ls = zero();
-    for (int64_t i = 0; i < n; i += 16) {
-      const int m = static_cast<int>(std::min<int64_t>(n - i, 16));
-      const Vec a = keep_first(load(upper[now].data() + i), m, kInfinity), b = load(lower[now].data() + i);
-      us = us + where_at_most(a, set(pivot), a), ls = ls + where_at_most(a, set(pivot), b);
-      const int went = part(a, b, load_ints(place[now].data() + i), m, set(pivot), upper[left].data() + n_left,
-                            lower[left].data() + n_left, place[left].data() + n_left, upper[right].data() + n_right,
-                            lower[right].data() + n_right, place[right].data() + n_right);
-      n_left += went, n_right += m - went;
-    }
-    u = sum(us), l = sum(ls);
-    if (spent + u <= f * (rest - l)) {
-      for (int64_t i = 0; i < n_left; ++i) ++votes[place[left][i]];
-      spent += u, rest -= l, now = right, n = n_right;
-    } else {
-      now = left, n = n_left;
-    }
+    open = most - low.count;
   }
-  order.resize(n);
-  std::iota(order.begin(), order.end(), 0);
-  std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
-    return upper[now][a] < upper[now][b] || (upper[now][a] == upper[now][b] && place[now][a] < place[now][b]);
-  });
-  for (const int32_t i : order) {
-    const double u = upper[now][i], l = lower[now][i];
-    if (!(spent + u <= f * (rest - l))) break;
-    ++votes[place[now][i]];
-    spent += u, rest -= l;
+
+  const size_t room = static_cast<size_t>(count) + 32;
+  if (upper.size() < room) upper.resize(room), lower.resize(room), place.resize(room);
+  const float above = low.limit < 0 ? -1.0f : of_bits(low.limit);
+  int64_t n = 0;
+  Ints at = load_ints(kFirst);
+  for (int64_t i = 0; i < count; i += 16, at = at + set_ints(16)) {
+    const Vec a = load(upper_bound + i);
+    store_ints(votes + i, load_ints(votes + i) + one_at_most(a, set(above)));
+    n += pick(a, load(lower_bound + i), at, static_cast<int>(std::min<int64_t>(count - i, 16)), above, of_bits(high),
+              upper.data() + n, lower.data() + n, place.data() + n);
+  }
+  store(upper.data() + n, set(kInfinity)), store(lower.data() + n, zero());
+  double gone = spent + low.upper, rest = base + low.others;
+  for (int64_t i = 0; i < n; i += 16) {  // more than once only if all are equal
+    float u[16], l[16];
+    Vec us, ls;
+    sums_in_order(upper.data() + i, lower.data() + i, &us, &ls);
+    store(u, us), store(l, ls);
+    const int m = static_cast<int>(std::min<int64_t>(n - i, 16));
+    int fit = 0;
+    for (int j = 0; j < m; ++j) {
+      const bool fits = gone + u[j] <= f * (rest - l[j]);
+      votes[place[i + j]] += fits, fit += fits;
+    }
+    if (fit < m) break;
+    gone += largest(us), rest -= largest(ls);
   }
 }
 

@@ -50,6 +50,16 @@ inline float to_float(half x) {
 
 inline void from_float(float x, float* out) { *out = x; }
 
+// a b + c, rounded once where the processor can: the compiler itself fuses nothing (-ffp-contract=off), or else the same
+// expression would round differently from one place to the next.
+inline float fused(float a, float b, float c) {
+#if defined(__FMA__) || defined(__FP_FAST_FMAF) || defined(__ARM_FEATURE_FMA)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 inline bf16 to_bf16(float x) {  // nearest even; NaN stays NaN
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -109,7 +119,7 @@ inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
-// a where a <= limit, else 0 (NaN gives 0)
+// value where a <= limit, else 0 (NaN gives 0)
 inline Vec where_at_most(Vec a, Vec limit, Vec value) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, limit.v, _CMP_LE_OQ), value.v)};
 }
@@ -145,17 +155,30 @@ inline Vec exp2_above(Vec x) {
   return {_mm512_castsi512_ps(_mm512_cvtps_epi32(bits))};
 }
 
-// Appends (a, b, c) of the lanes with a <= limit to one list and of the others to another; returns how many went left.
-inline int part(Vec a, Vec b, Ints c, int n, Vec limit, float* la, float* lb, int32_t* lc, float* ra, float* rb,
-                int32_t* rc) {
-  const __mmask16 all = first(n), left = _mm512_mask_cmp_ps_mask(all, a.v, limit.v, _CMP_LE_OQ), right = all & ~left;
-  _mm512_storeu_ps(la, _mm512_maskz_compress_ps(left, a.v));
-  _mm512_storeu_ps(lb, _mm512_maskz_compress_ps(left, b.v));
-  _mm512_storeu_si512(lc, _mm512_maskz_compress_epi32(left, c.v));
-  _mm512_storeu_ps(ra, _mm512_maskz_compress_ps(right, a.v));
-  _mm512_storeu_ps(rb, _mm512_maskz_compress_ps(right, b.v));
-  _mm512_storeu_si512(rc, _mm512_maskz_compress_epi32(right, c.v));
-  return __builtin_popcount(left);
+// Appends (a, b, c) of the first n lanes with above < a <= limit to a list; returns how many.
+inline int pick(Vec a, Vec b, Ints c, int n, float above, float limit, float* to_a, float* to_b, int32_t* to_c) {
+  __mmask16 in = _mm512_mask_cmp_ps_mask(first(n), a.v, _mm512_set1_ps(limit), _CMP_LE_OQ);
+  in = _mm512_mask_cmp_ps_mask(in, a.v, _mm512_set1_ps(above), _CMP_GT_OQ);
+  _mm512_storeu_ps(to_a, _mm512_maskz_compress_ps(in, a.v));
+  _mm512_storeu_ps(to_b, _mm512_maskz_compress_ps(in, b.v));
+  _mm512_storeu_si512(to_c, _mm512_maskz_compress_epi32(in, c.v));
+  return __builtin_popcount(in);
+}
+
+// In each lane the sums of a[j] and of b[j] over the lanes j that come no later in ascending order of a, ties by lane.
+inline void sums_in_order(const float* a, const float* b, Vec* sum_a, Vec* sum_b) {
+  const __m512 x = _mm512_loadu_ps(a);
+  __m512 u[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, v[2] = {u[0], u[0]};
+#pragma GCC unroll 16
+  for (int j = 0; j < 16; ++j) {
+    const __m512 y = _mm512_set1_ps(a[j]);
+    const __mmask16 after = static_cast<__mmask16>(0xffffu << j);
+    const __mmask16 in = _mm512_mask_cmp_ps_mask(after, y, x, _CMP_LE_OQ) |
+                         _mm512_mask_cmp_ps_mask(static_cast<__mmask16>(~after), y, x, _CMP_LT_OQ);
+    u[j & 1] = _mm512_mask_add_ps(u[j & 1], in, u[j & 1], y);
+    v[j & 1] = _mm512_mask_add_ps(v[j & 1], in, v[j & 1], _mm512_set1_ps(b[j]));
+  }
+  *sum_a = {_mm512_add_ps(u[0], u[1])}, *sum_b = {_mm512_add_ps(v[0], v[1])};
 }
 
 inline Ints int_zero() { return {_mm512_setzero_si512()}; }
@@ -163,6 +186,11 @@ inline Ints load_ints(const void* p) { return {_mm512_loadu_si512(p)}; }
 inline void store_ints(void* p, Ints a) { _mm512_storeu_si512(p, a.v); }
 inline Ints set_ints(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline Vec to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
+inline int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }
+// 1 where a <= limit, else 0
+inline Ints one_at_most(Vec a, Vec limit) {
+  return {_mm512_maskz_set1_epi32(_mm512_cmp_ps_mask(a.v, limit.v, _CMP_LE_OQ), 1)};
+}
 // the int16 pair of nibbles i and i + 4 of each lane
 template <int I>
 inline Ints nibbles(Ints x) {
@@ -244,7 +272,7 @@ inline Vec operator*(Vec a, Vec b) {
   return a;
 }
 inline Vec fma(Vec a, Vec b, Vec c) {
-  ENTROPIC_EACH a.v[i] = a.v[i] * b.v[i] + c.v[i];
+  ENTROPIC_EACH a.v[i] = fused(a.v[i], b.v[i], c.v[i]);
   return a;
 }
 inline Vec max(Vec a, Vec b) {
@@ -285,16 +313,16 @@ inline Vec exp2_above(Vec a) {
   }
   return a;
 }
-inline int part(Vec a, Vec b, Ints c, int n, Vec limit, float* la, float* lb, int32_t* lc, float* ra, float* rb,
-                int32_t* rc) {
-  int left = 0, right = 0;
-  for (int i = 0; i < n; ++i) {
-    if (a.v[i] <= limit.v[i])
-      la[left] = a.v[i], lb[left] = b.v[i], lc[left++] = c.v[i];
-    else
-      ra[right] = a.v[i], rb[right] = b.v[i], rc[right++] = c.v[i];
-  }
-  return left;
+inline int pick(Vec a, Vec b, Ints c, int n, float above, float limit, float* to_a, float* to_b, int32_t* to_c) {
+  int found = 0;
+  for (int i = 0; i < n; ++i)
+    if (a.v[i] > above && a.v[i] <= limit) to_a[found] = a.v[i], to_b[found] = b.v[i], to_c[found++] = c.v[i];
+  return found;
+}
+inline void sums_in_order(const float* a, const float* b, Vec* sum_a, Vec* sum_b) {
+  *sum_a = *sum_b = zero();
+  for (int j = 0; j < 16; ++j)
+    ENTROPIC_EACH if (a[j] < a[i] || (a[j] == a[i] && j <= i)) sum_a->v[i] += a[j], sum_b->v[i] += b[j];
 }
 inline Ints set_ints(int32_t x) {
   Ints o;
@@ -311,6 +339,16 @@ inline void store_ints(void* p, Ints a) { std::memcpy(p, a.v, 64); }
 inline Vec to_floats(Ints a) {
   Vec o;
   ENTROPIC_EACH o.v[i] = static_cast<float>(a.v[i]);
+  return o;
+}
+inline int32_t sum(Ints a) {
+  int32_t o = 0;
+  ENTROPIC_EACH o += a.v[i];
+  return o;
+}
+inline Ints one_at_most(Vec a, Vec limit) {
+  Ints o;
+  ENTROPIC_EACH o.v[i] = a.v[i] <= limit.v[i];
   return o;
 }
 template <int I>
