@@ -29,8 +29,8 @@ void product(const T* x, int64_t m, const Matrix& w, int64_t c, Done done) {
   const int64_t from = c * kChunk, n = std::min(kChunk, w.rows - from);
   for (int64_t row = 0; row < m; row += kGroup) {
     const int64_t group = std::min(kGroup, m - row);
-    gemm::dots(x + row * w.depth, w.depth, group, at<T>(w.weight, from * w.stride), w.stride, n, w.rows - from,
-               w.depth, out, kChunk);
+    gemm::dots(x + row * w.depth, w.depth, group, at<T>(w.weight, from * w.stride), w.stride, n, w.depth, out,
+               kChunk);
     for (int64_t i = 0; i < group; ++i) {
       if (w.bias != nullptr) rows::add_bias(out + i * kChunk, at<T>(w.bias, from), n);
       done(row + i, from, n, out + i * kChunk);

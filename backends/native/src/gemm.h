@@ -22,9 +22,9 @@ struct Matrix {  // C ABI; bias may be null
 };
 
 // out[i * out_stride + j] = sum over k of x[i * x_stride + k] * w[j * w_stride + k], for i < m, j < n.
-// `rows` of w exist in all: those after n are fetched ahead for the next call.
+// What follows in memory is fetched meanwhile, for the next call.
 template <class T>
-void dots(const T* x, int64_t x_stride, int64_t m, const T* w, int64_t w_stride, int64_t n, int64_t rows, int64_t depth,
-          float* out, int64_t out_stride);
+void dots(const T* x, int64_t x_stride, int64_t m, const T* w, int64_t w_stride, int64_t n, int64_t depth, float* out,
+          int64_t out_stride);
 
 }  // namespace gemm

@@ -22,6 +22,30 @@ inline void relax() {
 #endif
 }
 
+// Where the calling thread runs; -1: unknown.
+inline int processor() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
+// Go to another processor. Kernels leave two threads of a process on one for seconds while the next idles, if both
+// always have something to do.
+void leave(int processor) {
+#if defined(__linux__)
+  cpu_set_t all, others;
+  if (sched_getaffinity(0, sizeof all, &all) != 0) return;
+  others = all;
+  CPU_CLR(processor, &others);
+  if (CPU_COUNT(&others) > 0 && sched_setaffinity(0, sizeof others, &others) == 0)
+    sched_setaffinity(0, sizeof all, &all);
+#else
+  (void)processor;
+#endif
+}
+
 class Pool {
  public:
   void run(Task task, void* context, int threads) {
@@ -31,6 +55,7 @@ class Pool {
     task_ = task;
     context_ = context;
     threads_ = threads;
+    home_ = processor();
     left_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -59,6 +84,7 @@ class Pool {
         asleep_.fetch_sub(1);
       }
       seen = generation_.load(std::memory_order_acquire);
+      if (home_ >= 0 && processor() == home_) leave(home_);
       if (number < threads_) task_(context_, number, threads_);
       left_.fetch_sub(1, std::memory_order_release);
     }
@@ -77,7 +103,7 @@ class Pool {
   std::atomic<int> left_{0}, asleep_{0};
   Task task_ = nullptr;
   void* context_ = nullptr;
-  int threads_ = 1;
+  int threads_ = 1, home_ = -1;
   pid_t pid_ = getpid();
 };
 
