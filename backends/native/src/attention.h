@@ -153,7 +153,8 @@ void score_low(const Pool& pool, int head, const std::vector<int64_t>& pages, co
 struct Dropper {
   std::vector<float> upper, lower;
   std::vector<int32_t> place;
-  // Adds 1 to votes[i] for each of the `count` pages it may drop. All three lists are padded to 16; the bounds with 0.
+  // Adds 1 to votes[i] for each of the `count` pages it may drop. All three lists go on to whole vectors, in which the
+  // lower bounds are 0 and the upper ones next to nothing, or infinite.
   void vote(const float* upper_bound, const float* lower_bound, int64_t count, double spent, double base, double f,
             int32_t* votes);
 };
