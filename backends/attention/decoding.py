@@ -7,6 +7,8 @@ layer measured stays on the device until ``PagedBatch.statistics`` asks for it.
 from __future__ import annotations
 
 import ctypes
+import functools
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -107,6 +109,16 @@ def runs_at_once(paged: PagedBatch, dtype: torch.dtype) -> bool:
     return plain and cache.kernels == "native" and cache.dtype == dtype and decodes_together(paged, dtype)
 
 
+@functools.lru_cache(maxsize=16)
+def _ruled(
+    rules: tuple[LayerRule, ...], first: int
+) -> tuple[tuple[LayerRule, ...], tuple[tuple[int | None, bool, int], ...]]:
+    """Return the rules, pruning from layer ``first`` on, and (window, prunes, number of layers) of each kind."""
+    ruled = tuple(rule._replace(prunes=i >= first and rule.window is None) for i, rule in enumerate(rules))
+    kinds = Counter((rule.window, rule.prunes) for rule in ruled)
+    return ruled, tuple((*kind, n) for kind, n in kinds.items())
+
+
 def run_layers(
     paged: PagedBatch,
     rules: Sequence[LayerRule],
@@ -124,14 +136,13 @@ def run_layers(
     query, out, model, step
         As :class:`backends.native.StepAttention` takes them.
     """
-    first = paged.pruning.dense_layers
-    rules = [rule._replace(prunes=i >= first and rule.window is None) for i, rule in enumerate(rules)]
+    rules, kinds = _ruled(tuple(rules), paged.pruning.dense_layers)
     rows = paged.packed
     attention = StepAttention(
         paged.cache, query, out, rows, rules, paged.page, paged.offset, sink_tokens=paged.sink_tokens
     )
     attention.run(model, step)
-    paged.record_dense(sum(paged.dense_tokens(rows, rule.window, prunes=rule.prunes) for rule in rules))
+    paged.record_dense(sum(n * paged.dense_tokens(rows, window, prunes=prunes) for window, prunes, n in kinds))
     if attention.found is not None:
         at = np.ix_([rule.prunes for rule in rules], rows.theta_nats > 0)
         mass, read, fine = (x[at] for x in (attention.found.mass, attention.found.read, attention.found.fine))

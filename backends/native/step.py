@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
@@ -49,6 +50,22 @@ class _Rule(ctypes.Structure):
         ("softcap", ctypes.c_float),
         ("window", ctypes.c_int32),
         ("prunes", ctypes.c_int32),
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _rules(rules: tuple[LayerRule, ...]) -> ctypes.Array[_Rule]:
+    return (_Rule * len(rules))(
+        *(
+            _Rule(
+                None if rule.sinks is None else rule.sinks.data_ptr(),
+                rule.scale,
+                rule.softcap or 0.0,
+                rule.window or 0,
+                rule.prunes,
+            )
+            for rule in rules
+        )
     )
 
 
@@ -111,17 +128,7 @@ class StepAttention:
             size = (len(rules), rows.length.shape[0])
             read, fine = np.zeros((2, *size, cache.n_kv_heads), np.int32)
             self.found = AttendResult(np.zeros((*size, query.shape[0])), read, fine)
-        made = (
-            _Rule(
-                None if rule.sinks is None else rule.sinks.data_ptr(),
-                rule.scale,
-                rule.softcap or 0.0,
-                rule.window or 0,
-                rule.prunes,
-            )
-            for rule in rules
-        )
-        self._alive = (query, out, rows, rules, page, offset, (_Rule * len(rules))(*made), _pools(cache, shadow=prunes))
+        self._alive = (query, out, rows, rules, page, offset, _rules(tuple(rules)), _pools(cache, shadow=prunes))
         self._layers = _Layers(
             ctypes.addressof(self._alive[-1]),
             ctypes.addressof(self._alive[-2]),
