@@ -232,7 +232,11 @@ class Engine:
             pieces.clear()
 
     def step(self, *, on_text: OnText | None = None) -> StepResult | None:
-        """Run one iteration; return its result, or None if nothing could run (then it waited for an arrival)."""
+        """Run one iteration; return its result, or None if nothing could run (then it waited for an arrival).
+
+        Whatever is raised inside (an interrupt, an error of ``on_text``) ends the requests of this step as cancelled,
+        since some of their tokens may have been taken in and others not; all others go on with the next step.
+        """
         now = self._arrivals(on_text)
         plan = self.loop.plan(now)
         if plan.n_rows == 0:
@@ -242,6 +246,7 @@ class Engine:
             return None
         self._idle_steps, self._stepping = 0, True
         self.energy.lap()  # what was drawn between steps is nobody's
+        finished = None
         try:
             drafted = Drafted([])
             if self._drafter is not None:
@@ -255,11 +260,38 @@ class Engine:
                 self.metrics.step(plan, result, finished)
             for finish in (*plan.rejected, *finished):
                 self._leave(finish, on_text)
+        except BaseException:
+            self._abandon(plan, finished)
+            raise
         finally:
             self._stepping = False
         while self._ending:
             self.cancel(self._ending.pop(), on_text=on_text)
         return result
+
+    def _abandon(self, plan: StepPlan, finished: tuple[Finish, ...] | None) -> None:
+        """Close a step that raised; ``finished`` is None while its plan is open."""
+        if finished is None:
+            why = "the step it ran in was interrupted"
+            finished = tuple(Finish(number, FinishReason.CANCELLED, why) for number in plan.ids.tolist())
+            for number in plan.ids.tolist():
+                if self.loop.cancel(number) and self.metrics is not None:
+                    self.metrics.cancelled(number, self.now())
+            nothing = np.zeros(plan.n_rows)
+            self.loop.observe(
+                StepResult(
+                    step=plan.step,
+                    start_s=plan.now_s,
+                    end_s=self.now(),
+                    kept_fraction=np.ones(plan.n_rows),
+                    pruned_mass_mean=nothing,
+                    pruned_mass_max=nothing,
+                    certificate_max=nothing,
+                )
+            )
+        for finish in (*plan.rejected, *finished):
+            self._ending.discard(finish.id)
+            self._leave(finish, None)
 
     def _arrivals(self, on_text: OnText | None) -> float:
         now = self.now()

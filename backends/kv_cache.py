@@ -347,7 +347,8 @@ class PagedKVCache:
     def _seal_some(self, pages: npt.NDArray[np.int64]) -> None:
         index = torch.from_numpy(np.ascontiguousarray(pages)).to(self.device)
         keys, values, shadow = self.k[:, index], self.v[:, index], self.shadow
-        within = (keys.abs() <= _HALF_MAX).all(dim=-1) & (values.abs() <= _HALF_MAX).all(dim=-1)  # False for NaN
+        # in float32, as bfloat16 knows no 65504; False for NaN
+        within = (keys.abs().float() <= _HALF_MAX).all(dim=-1) & (values.abs().float() <= _HALF_MAX).all(dim=-1)
         good = within.all(dim=-1).all(dim=-1).all(dim=0)
         if not bool(good.all()):
             index, keys, values = index[good], keys[:, good], values[:, good]

@@ -328,6 +328,37 @@ def test_cancel_frees_pages_before_and_after_arrival(endless: models.LoadedModel
     assert nothing_left(engine)
 
 
+@pytest.mark.parametrize("where", ["text", "forward", "draw", "observed"])
+def test_what_is_raised_inside_a_step_ends_its_requests_and_no_other(
+    endless: models.LoadedModel, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Shared prefixes included: pages that were being written are not found by those who come later."""
+    prompts = [prompt(20), prompt(20), prompt(20)]
+    alone = start(endless)
+    alone.submit(prompts[0], SamplingParams(max_new_tokens=6, seed=5))
+    want = alone.run()[0].token_ids
+    engine = start(endless, max_batch=2, max_live=2, prefix_caching=True)
+    for ids in prompts:
+        engine.submit(ids, SamplingParams(max_new_tokens=6, seed=5))
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if where == "observed":
+            patch.setattr(engine.metrics, "step", fail)
+        elif where != "text":
+            patch.setattr(engine, "_forward" if where == "forward" else "_choose", fail)
+        with pytest.raises(KeyboardInterrupt):
+            engine.run(on_text=fail if where == "text" else None)
+    outputs = engine.run()
+    if where != "observed":
+        assert [o.finish.reason for o in outputs[:2]] == [FinishReason.CANCELLED] * 2
+        assert "interrupted" in outputs[0].finish.detail
+    assert outputs[2].token_ids == want
+    assert nothing_left(engine)
+
+
 def test_cancelling_releases_the_text_held_back_for_a_stop_string(model: models.LoadedModel) -> None:
     engine, pieces = start(model), []
     engine.force = spell(b"The quick brown")

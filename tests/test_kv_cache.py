@@ -100,9 +100,14 @@ def test_key_norm_and_value_radius_are_upper_bounds(dtype: torch.dtype) -> None:
             assert (stored.double() <= top * (1 + 1e-6)).all()
 
 
-@pytest.mark.parametrize(("where", "value"), [("k", float("nan")), ("v", float("inf")), ("k", 7e4)])
-def test_a_page_that_cannot_be_bounded_is_never_sealed(where: str, value: float) -> None:
-    cache = PagedKVCache(2, 1, 4, 3, 4, torch.float32)
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("where", "value"), [("k", float("nan")), ("v", float("inf")), ("k", 7e4), ("v", -65536.0)])
+def test_a_page_that_cannot_be_bounded_is_never_sealed(
+    where: str, value: float, dtype: torch.dtype, kernels: str
+) -> None:
+    """65,504 is the largest float16; in bfloat16 it would be 65,536."""
+    cache = PagedKVCache(2, 1, 4, 3, 4, dtype, kernels=kernels)
     cache.k.zero_()
     cache.v.zero_()
     getattr(cache, where)[1, 2, 0, 3, 1] = value  # one value in one layer

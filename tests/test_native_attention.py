@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -295,6 +298,50 @@ def test_pages_that_outweigh_all_others_are_dropped_only_within_the_budget(theta
         assert (kl_nats(got.mass) <= theta).all()
         dropped += int((got.kept[0] == 0).sum())
     assert dropped > 0
+
+
+@pytest.mark.parametrize("above", [80.0, 88.0])
+def test_pages_far_above_the_fixed_ones_do_not_overflow_the_selection(above: float) -> None:
+    """33 pages of equal mass, e^88 times the fixed ones' together, 25 that weigh nothing: those are dropped."""
+    scene = Scene(dim=8, heads=1, group=1, keys="zero", lengths=(60 * 16 + 1,), theta=(0.5,))
+    scene.query = torch.zeros_like(scene.query)
+    scene.query[..., 0] = 1.0
+    height = torch.full((58,), above)
+    height[:25] = 5.0
+    scene.k[scene.tables[0, 1:59].tolist(), :, :, 0] = (height / scene.scoring.scale)[:, None, None]
+    _, got = scene.decode()
+    assert got.read[0, 0] <= 60 - 25
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_child_of_fork_has_threads_of_its_own() -> None:
+    """Forked while the workers sleep and while they wait for work."""
+    scene = Scene(lengths=(3000, 1500), theta=(0.1, 0.0))
+    cache = scene.cache()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        want, _ = scene.decode(cache)
+        for pause in (0.0, 0.2):
+            time.sleep(pause)
+            child = os.fork()
+            if child == 0:
+                same = all(torch.equal(scene.decode(cache)[0], want) for _ in range(3))
+                os._exit(0 if same else 1)
+            ends = time.monotonic() + 60
+            done = (0, 0)
+            while done[0] == 0 and time.monotonic() < ends:
+                done = os.waitpid(child, os.WNOHANG)
+                time.sleep(0.01)
+            if done[0] == 0:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            assert done[0] == child, "the child hangs"
+            assert os.waitstatus_to_exitcode(done[1]) == 0
+            assert torch.equal(scene.decode(cache)[0], want)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-44, 1e-38, 1e-30, 1e4, 1e18, 1e30, 3e38, torch.inf, torch.nan])

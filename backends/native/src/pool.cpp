@@ -2,6 +2,7 @@
 
 #include <condition_variable>
 #include <mutex>
+#include <pthread.h>
 #include <sched.h>
 #include <thread>
 #include <unistd.h>
@@ -50,7 +51,6 @@ class Pool {
  public:
   void run(Task task, void* context, int threads) {
     std::lock_guard<std::mutex> one(caller_);
-    if (pid_ != getpid()) forget();  // after a fork the workers are gone
     while (static_cast<int>(workers_.size()) < threads - 1) start();
     task_ = task;
     context_ = context;
@@ -90,12 +90,6 @@ class Pool {
     }
   }
 
-  void forget() {
-    new (&workers_) std::vector<std::thread>();  // their handles mean nothing in this process
-    asleep_.store(0);
-    pid_ = getpid();
-  }
-
   std::mutex caller_, mutex_;
   std::condition_variable wake_;
   std::vector<std::thread> workers_;
@@ -104,12 +98,18 @@ class Pool {
   Task task_ = nullptr;
   void* context_ = nullptr;
   int threads_ = 1, home_ = -1;
-  pid_t pid_ = getpid();
 };
 
+std::atomic<Pool*> current{nullptr};  // never destroyed: detached workers may outlive static destruction
+
 Pool& shared() {
-  static Pool* pool = new Pool;  // never destroyed: detached workers may outlive static destruction
-  return *pool;
+  static const bool made = [] {
+    current.store(new Pool);
+    pthread_atfork(nullptr, nullptr, [] { current.store(new Pool); });  // its workers did not follow the child
+    return true;
+  }();
+  (void)made;
+  return *current.load();
 }
 
 }  // namespace

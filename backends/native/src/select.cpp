@@ -44,7 +44,9 @@ void sum_cuts(const float* upper, const float* lower, int64_t count, Cut* cuts) 
       n[c] = n[c] + one_at_most(a, at[c]);
     }
   }
-  for (int c = 0; c < N; ++c) cuts[c].count = sum(n[c]), cuts[c].upper = sum(u[c]), cuts[c].others = sum(l[c]);
+  const double most = std::numeric_limits<float>::max();  // a sum that overflowed is at least that
+  for (int c = 0; c < N; ++c)
+    cuts[c].count = sum(n[c]), cuts[c].upper = sum(u[c]), cuts[c].others = std::min<double>(sum(l[c]), most);
 }
 
 }  // namespace
