@@ -220,7 +220,8 @@ def test_the_command_writes_tables_findings_and_the_figure(tmp_path: Path, monke
     save_tiny(tmp_path / "tiny")
     monkeypatch.setattr(bench, "QUICK", SMALL)
     out = tmp_path / "theta"
-    status, shown = entropic("bench", "theta", "--quick", "--out", out, "--model", tmp_path / "tiny")[:2]
+    options = ("--quick", "--out", out, "--model", tmp_path / "tiny", "--json", tmp_path / "t.json")
+    status, shown = entropic("bench", "theta", *options)[:2]
     assert status == 0, shown
     assert "at equal KV bytes" in shown
     curves, stamp = results.read_table(out / "curves.parquet")

@@ -27,9 +27,8 @@ def config(tmp_path_factory) -> Path:
 
 def test_identify_writes_tables_models_and_a_figure(config: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    status, shown, _ = entropic(
-        "identify", config, "--out", out, "--requests", 24, "--tokens", 64, "--segment", 32, "--loop", "output"
-    )
+    small = ("--requests", 24, "--tokens", 64, "--segment", 32, "--json", tmp_path / "i.json")
+    status, shown, _ = entropic("identify", config, "--out", out, *small, "--loop", "output")
     assert status == 0
     assert "same step gain is V" in shown
     frequency, stamp = read_table(out / "frequency.parquet")

@@ -77,7 +77,7 @@ def test_tune_writes_a_config_that_prove_simulate_and_the_engine_accept(config: 
     out = tmp_path / "tune"
     options = ("--trials", 5, "--repeats", 2, "--workers", 1, "--out", out, "--choice", "loop.pruning.law=off")
     gain = ("--choice", "loop.temperature.law=feedback", "--objectives", "latency,tau_per_second,quality")
-    status, shown, err = entropic("tune", config, *options, *gain)
+    status, shown, err = entropic("tune", config, *options, *gain, "--json", tmp_path / "t.json")
     assert status == 0, err
     assert "quality" in shown
     tuned = configs.load(out / "tuned.toml")

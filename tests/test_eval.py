@@ -17,6 +17,7 @@ pytest.importorskip("sacrebleu")
 
 import torch
 from command import entropic
+from metrics_doc import defined
 from tiny_model import byte_tokenizer, save_tiny, tiny_llama
 
 from backends import eval_outputs
@@ -337,6 +338,7 @@ def test_the_command_writes_tables_figures_and_what_it_prints(folder: Path, tmp_
     assert written["arms"] == [DENSE, CONTROL, "theta 0", "theta 0.5"]
     assert written["peak_rss_mib"] > 0
     assert len(written["comparisons"]) == len(table["arm"])
+    assert set(table["metric"].tolist()) <= set(defined("eval", "metric"))
     assert not (tmp_path / "out.parts").exists()
 
 

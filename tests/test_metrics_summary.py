@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from metrics_doc import summary_part
 from synthetic_bank import make_bank
 from test_metrics import plan_of, random_run, result_of
 
-import entropic_ctl
 from entropic_ctl import config as configs
 from entropic_ctl.config import SloConfig, WorkloadConfig
 from entropic_ctl.errors import BadInputError
@@ -212,9 +211,8 @@ def test_merging_one_part_is_that_part_and_two_add_up() -> None:
 
 def documented() -> dict[str, list[str]]:
     """Keys by section of METRICS.md, in order."""
-    text = (Path(entropic_ctl.__file__).parent / "METRICS.md").read_text(encoding="utf-8")
     out: dict[str, list[str]] = {}
-    for section in text.split("\n## ")[1:]:
+    for section in summary_part().split("\n## ")[1:]:
         title, _, body = section.partition("\n")
         rows = [line.split("|")[1] for line in body.splitlines() if line.startswith("| `")]
         out[title.strip()] = [key for row in rows for key in re.findall(r"`(\w+)`", row)]

@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("flint")
 pytest.importorskip("optuna")
 
+from metrics_doc import undefined
 from synthetic_bank import make_bank
 from tiny_model import byte_tokenizer, tiny_llama
 
@@ -68,6 +69,7 @@ def test_demo_writes_tables_figures_and_report(shown: tuple[Path, Any, list[floa
     assert set(said.tolist()) <= set(measured.tolist())  # the figure finds a claim by our metric's name
     assert {"latency", "throughput", "dτ/d second", "dτ/d FLOP", "dτ/d KV byte"} <= set(said.tolist())
     json.dumps(outcome.numbers, allow_nan=False)
+    assert not undefined("repro", outcome.numbers)
 
 
 def test_the_same_tuned_loop_ran_in_both_worlds_and_was_certified(shown: tuple[Path, Any, list[float]]) -> None:

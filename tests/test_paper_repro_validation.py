@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from command import entropic
+from metrics_doc import undefined
 from synthetic_bank import make_bank
 from tiny_model import save_tiny
 
@@ -101,7 +102,9 @@ def test_the_folder_holds_tables_picture_and_report(done: tuple[validation.Valid
         assert words in text or words.lower() in text
     first, rest = runs(CONFIG.seed, SCALE)
     assert findings.runs["setting"].shape[0] >= len(first) + len(rest)
-    assert validation_report.numbers(findings)["ok"] in (True, False)
+    numbers = validation_report.numbers(findings)
+    assert numbers["ok"] in (True, False)
+    assert not undefined("validate", {"validation": numbers})
 
 
 def test_an_error_beyond_its_target_is_a_negative_verdict(

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 pytest.importorskip("torch")
 pytest.importorskip("flint")
 
+from metrics_doc import defined, undefined
 from synthetic_bank import make_bank
 from tiny_model import byte_tokenizer, tiny_llama
 
@@ -327,6 +328,10 @@ def test_a_run_writes_what_it_says(tiny: Any, bank: Any, tmp_path: Path) -> None
     same, _ = results.read_table(tmp_path / "ratios.csv")
     np.testing.assert_array_equal(table["measured"], same["measured"])
     assert {"replay, bank", "replay, engine's texts", "live"} <= set(table["world"].tolist())
+    assert not undefined("variance", outcome.numbers)
+    for name in ("ratios", "ladder", "memory", "texts"):
+        columns, _ = results.read_table(tmp_path / f"{name}.parquet")
+        assert set(defined("variance", f"column of {name}")) == set(columns)
     main = table["reading"] == "within, mean"
     at_target = main & (table["law"] == "solve") & (table["world"] == "replay, bank")
     assert 0 <= float(table["measured"][at_target][0]) < 0.9

@@ -5,15 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from metrics_doc import defined
 from synthetic_bank import make_bank
 
 from sim.bench import bench
-
-KEYS = {
-    "decode_tokens_per_s", "output_tokens", "requests_in", "requests_finished", "requests_refused", "iterations",
-    "us_per_iteration", "rows_per_iteration", "wall_s", "read_s", "build_s", "run_s", "tables_s", "stretch_share",
-    "cold_start_s", "peak_rss_mib",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("loop", [True, False])
@@ -22,7 +17,7 @@ def test_bench_counts_what_ran(tmp_path: Path, loop: bool) -> None:
     rows = [f"2023-11-16 18:17:0{s}.0,{20 + s},{3 + s}" for s in range(4)]
     trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
     values = bench(trace, loop=loop, batch=8, bank=make_bank()[0])
-    assert set(values) == KEYS
+    assert set(values) == set(defined("bench sim"))
     assert values["requests_in"] == values["requests_finished"] == 4
     assert values["requests_refused"] == 0
     assert values["output_tokens"] == 3 + 4 + 5 + 6

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from metrics_doc import undefined
 from tiny_model import EOS, byte_tokenizer, tiny_llama
 
 from backends import models
@@ -671,7 +672,8 @@ def test_the_benchmark_adds_up_on_a_tiny_model(folder: Path, tmp_path: Path) -> 
         "history": {"draft_tokens": 3, "rule": "history"},
     }
     got = bench_speculation(model, tokens=12, repeats=2, kinds=kinds, arms=arms)
-    units = got["units"]
+    units = got.pop("units")
+    assert not undefined("bench speculation", got)
     assert units["tokens"].shape == (2 * 3 * (1 + 2),)
     assert units["same_text"].all()  # float32
     assert (units["tokens"] <= units["steps"] + units["accepted"]).all()
