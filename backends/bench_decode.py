@@ -47,6 +47,7 @@ def bench_decode(
     texts: int = 2,
     positions: int = 64,
     page_tokens: int = 32,
+    min_context: int = MIN_CONTEXT,
     peers: str | Path | None = None,
     without_peers: bool = False,
     progress: Say | None = None,
@@ -65,6 +66,9 @@ def bench_decode(
     texts, positions : int
         Audited texts per context, and tokens of each.
     page_tokens : int
+    min_context : int
+        Tokens from which the pruned arms prune. Cells whose steps all stay below it are timed reading everything, and
+        have no losses to audit.
     peers : path, optional
         Environment with the peers; see :func:`backends.peers.launch.find_peers`.
     without_peers : bool
@@ -78,9 +82,10 @@ def bench_decode(
     Raises
     ------
     BadInputError
-        If a size is below 1, a context too short for the audit, or a budget not positive.
+        If a size is below 1, an audited context too short, or a budget not positive.
     """
-    _check(thetas, cells, repeats=repeats, steps=steps, warmup=warmup, texts=texts, positions=positions)
+    pruned = sorted({c for _, c in cells if c + 1 + warmup + steps >= min_context})
+    _check(thetas, cells, pruned, repeats=repeats, steps=steps, warmup=warmup, texts=texts, positions=positions)
     say = progress or (lambda _: None)
     model = model or load()
     _check_room(model, max(c for _, c in cells) + steps + warmup + 3)
@@ -90,7 +95,7 @@ def bench_decode(
     bandwidth = read_bandwidth()
     probe = SpeedProbe(every_s=0.0)
     longest = (max(b for b, _ in cells), max(c for _, c in cells))
-    ours = [our_arm(model, theta, steps, warmup) for theta in (0.0, *thetas)]
+    ours = [our_arm(model, theta, steps, warmup, min_context=min_context) for theta in (0.0, *thetas)]
     losses: dict[tuple[float, int], dict[str, float]] = {}
     with peer_arms(model, python, longest, steps, warmup, say) as (others, states):
         arms = [*ours, *others]
@@ -103,7 +108,7 @@ def bench_decode(
                     run_round(arms, batch, filled, probe, say, label)
             del filled
     sizes = {"texts": texts, "positions": positions, "page_tokens": page_tokens, "pruning": protected(page_tokens)}
-    for context in sorted({c for _, c in cells}):
+    for context in pruned:
         for theta, loss in audit_losses(model, context, thetas, progress=say, **sizes).items():
             losses[theta, context] = loss
     rows = _rows(arms, cells, losses, bandwidth)
@@ -117,7 +122,7 @@ def bench_decode(
         "model": model.name,
         "dtype": str(model.model.dtype).removeprefix("torch."),
         "page_tokens": page_tokens,
-        "min_context": MIN_CONTEXT,
+        "min_context": min_context,
         "read_bytes_per_s": bandwidth,
         "repeats": repeats,
         "steps": steps,
@@ -139,7 +144,7 @@ def _rows(
         dense = arms[0].samples[cell]
         for arm in arms:
             if samples := arm.samples.get(cell):
-                loss = losses[arm.theta_nats, cell[1]] if arm.theta_nats else None
+                loss = losses.get((arm.theta_nats, cell[1]))
                 base = arm.samples.get((cell[0], min(c for b, c in cells if b == cell[0])))
                 rows.append(
                     summarise(arm.name, *cell, samples, dense=dense, base=base, loss=loss, theta_nats=arm.theta_nats,
@@ -148,7 +153,7 @@ def _rows(
     return rows
 
 
-def _check(thetas: Sequence[float], cells: Sequence[tuple[int, int]], **sizes: int) -> None:
+def _check(thetas: Sequence[float], cells: Sequence[tuple[int, int]], audited: Sequence[int], **sizes: int) -> None:
     for name, value in sizes.items():
         if value < (0 if name == "warmup" else 1):
             raise BadInputError("not a count", where="bench decode", field=name, value=value, allowed=">= 1")
@@ -158,13 +163,14 @@ def _check(thetas: Sequence[float], cells: Sequence[tuple[int, int]], **sizes: i
     if not cells:
         raise BadInputError("nothing to measure", where="bench decode", field="cells", allowed="BATCHxCONTEXT, ...")
     for batch, context in cells:
-        if batch < 1 or context <= sizes["positions"]:
+        least = sizes["positions"] + 1 if context in audited else 1
+        if batch < 1 or context < least:
             raise BadInputError(
                 "not a batch and a context",
                 where="bench decode",
                 field="cells",
                 value=f"{batch}x{context}",
-                allowed=f"batch >= 1, context > {sizes['positions']} (the audited positions)",
+                allowed=f"batch >= 1, context >= {least}" + " (more than the audited positions)" * (least > 1),
             )
 
 

@@ -67,7 +67,7 @@ class Arm:
 
 
 MIN_CONTEXT = 1600
-"""Tokens from which the pruned arms prune: about where it begins to pay (``--crossover`` measures that)."""
+"""Tokens from which the pruned arms prune, by default: about where it begins to pay (``--crossover`` measures that)."""
 
 
 def protected(page_tokens: int, *, min_context: int = 0) -> PruningConfig:

@@ -15,6 +15,7 @@ __all__ = ["Row", "disturbed", "ratios_of", "summarise", "targets_of"]
 
 _FOREIGN = 0.15  # cores of others from which a round counts as disturbed
 _SLOW = 1.25  # times the fastest speed probe from which it does
+_TARGET_CELLS = (8, 8000, 128)  # batch, long and short context
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,15 @@ class Row:
         0 is dense.
     kl_mean, kl_low, kl_high : float
         KL(pruned || dense) in nats per token, with the weights in float32: mean over texts, means of the best and the
-        worst text.
+        worst text. 0 where everything is read: dense, and below ``min_context``; peers are not compared (0 too).
     kl_as_run, kl_rounding : float
         In the model's own dtype: this budget, and one that leaves out nothing (mere rounding).
     certificate_max : float
-        Largest certified -ln(1 - m), timed and audited steps, nats.
+        Largest certified -ln(1 - m), timed and audited steps, nats; 0 where everything is read.
     violations : int
         Heads that lost more than certified, or more than theta.
     audited_heads, audited_positions : int
+        0 where nothing is pruned, so nothing audited.
     certificate_ratio : float
         Mean certificate over mean true mass; NaN where nothing was pruned.
     """
@@ -202,20 +204,18 @@ def ratios_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def targets_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the targets that these rows decide: ``target``, ``value``, ``wanted``, ``met``.
+    """Return the targets that these rows decide: ``target``, ``value``, ``wanted``, ``at_most``, ``met``.
 
-    Long is the most demanding cell, short the shortest context with the same batch. The pruned engine is the fastest
-    one there whose mean KL is at most 0.0015 nats (the one with the least KL if none is).
+    They are about two cells, 8 x 8,000 and 8 x 128; none is judged whose cell was not measured. The pruned engine is
+    the fastest one at the long cell whose mean KL is at most 0.0015 nats (the one with the least KL if none is).
     """
-    if not rows:
-        return []
-    batch, context = max((row.batch, row.context) for row in rows)
-    short = min(row.context for row in rows if row.batch == batch)
+    batch, context, short = _TARGET_CELLS
 
     def at(engine: str, tokens: int) -> Row | None:
         return next((r for r in rows if (r.engine, r.batch, r.context) == (engine, batch, tokens)), None)
 
     dense, vllm, vllm_short = at("ours dense", context), at("vllm", context), at("vllm", short)
+    dense_short = at("ours dense", short)
     pruned = [r for r in rows if r.theta_nats and (r.batch, r.context) == (batch, context)]
     faithful = [r for r in pruned if r.kl_mean <= 0.0015]
     best = min(faithful, key=lambda r: r.step_ms) if faithful else min(pruned, key=lambda r: r.kl_mean, default=None)
@@ -234,13 +234,13 @@ def targets_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
         add("its certificate violations", best.violations, 0, most=True)
         if best.audited_heads:
             add("its mean certificate over mean true mass", best.certificate_ratio, 1.25, most=True)
-        if not math.isnan(best.attention_gb_s):
+        if dense_short and not math.isnan(best.attention_gb_s):
             add("its attention, GB/s of bytes read", best.attention_gb_s, 15.0)
-    if dense and not math.isnan(dense.attention_gb_s):
+    if dense and dense_short and not math.isnan(dense.attention_gb_s):
         add("dense attention, GB/s of bytes read", dense.attention_gb_s, 15.0)
     if vllm and best:
         add(f"{best.engine} over vllm, {batch} x {context:,}: speedup", vllm.step_ms / best.step_ms, 1.5)
-    dense_short, best_short = at("ours dense", short), at(best.engine, short) if best else None
+    best_short = at(best.engine, short) if best else None
     if dense_short and vllm_short:
         add(f"dense step over vllm's, {batch} x {short:,}", dense_short.step_ms / vllm_short.step_ms, 1.3, most=True)
     if dense_short and best_short:

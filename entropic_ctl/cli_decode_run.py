@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from entropic_ctl import cli_output
 from entropic_ctl.cli_console import console
 from entropic_ctl.cli_run import load_model, need, say, with_overrides, write_json
@@ -18,34 +16,22 @@ from entropic_ctl.errors import BadInputError
 
 __all__ = ["bench_decode", "bench_steps"]
 
-_COLUMNS = (
-    ("engine", "{}"),
-    ("batch", "{}"),
-    ("context", "{:,}"),
-    ("step_ms", "{:.2f}"),
-    ("spread", "{}"),
-    ("tokens_per_s", "{:,.0f}"),
-    ("floor_ms", "{:.1f}"),
-    ("floor_fraction", "{:.0%}"),
-    ("kv_bytes_fraction", "{:.1%}"),
-    ("attention_gb_s", "{:.1f}"),
-    ("kl_mean", "{:.2g}"),
-    ("certificate_max", "{:.4g}"),
-    ("violations", "{}"),
-    ("disturbed", "{}"),
+_WIDE = 110
+"""Columns of a terminal from which the table shows everything."""
+_COLUMNS = (  # column, heading, pattern, shown at 80 columns
+    ("name", "engine", "{}", True),
+    ("cell", "at", "{}", True),
+    ("step_ms", "ms", "{:,.2f}", True),
+    ("spread", "of rounds", "{}", True),
+    ("tokens_per_s", "tok/s", "{:,.0f}", False),
+    ("floor_ms", "floor ms", "{:,.1f}", False),
+    ("floor_fraction", "floor", "{:.0%}", True),
+    ("kv_bytes_fraction", "KV", "{:.0%}", True),
+    ("attention_gb_s", "attn GB/s", "{:.1f}", False),
+    ("kl_mean", "KL", "{:.2g}", True),
+    ("certificate_max", "cert.", "{:.3g}", True),
+    ("disturbed", "dist.", "{}", False),
 )
-_HEADS = {
-    "step_ms": "step ms",
-    "tokens_per_s": "tok/s",
-    "floor_ms": "floor ms",
-    "floor_fraction": "of step",
-    "kv_bytes_fraction": "KV bytes",
-    "attention_gb_s": "attn GB/s",
-    "kl_mean": "KL",
-    "certificate_max": "cert.",
-    "violations": "viol.",
-    "disturbed": "dist.",
-}
 
 
 def parse_cells(text: str) -> list[tuple[int, int]]:
@@ -148,14 +134,45 @@ def _show(values: Mapping[str, Any]) -> None:
         _crossover(screen, found)
 
 
+def _print(screen: Any, heads: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> None:
+    """Print columns, the first ``left`` to the left; nothing is cut, whatever the width."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    for row in (heads, *rows):
+        cells = [
+            text.ljust(w) if i < left else text.rjust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        screen.print("  ".join(cells).rstrip(), soft_wrap=True)
+
+
+def _short(engine: str) -> str:
+    return engine.removeprefix("ours ")
+
+
+def _at(entry: Mapping[str, Any]) -> str:
+    return f"{entry['batch']} x {entry['context']:,}"
+
+
 def _table(screen: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for name, _ in _COLUMNS:
-        table.add_column(_HEADS.get(name, name), justify="left" if name == "engine" else "right", no_wrap=True)
+    columns = [column for column in _COLUMNS if column[3] or screen.width >= _WIDE]
+    lines = []
     for row in rows:
-        shown = {**row, "spread": f"{row['step_ms_low']:.1f}-{row['step_ms_high']:.1f}"}
-        table.add_row(*(_cell(shown[name], pattern) for name, pattern in _COLUMNS))
-    screen.print(table)
+        low, high = f"{row['step_ms_low']:,.1f}", f"{row['step_ms_high']:,.1f}"
+        shown = {**row, "name": _short(row["engine"]), "cell": _at(row), "spread": f"{low}-{high}"}
+        if not row["engine"].startswith("ours"):
+            shown["kl_mean"] = math.nan  # not compared
+        if not row["certificate_max"]:
+            shown["certificate_max"] = math.nan
+        lines.append([_cell(shown[name], pattern) for name, _, pattern, _ in columns])
+    _print(screen, [head for _, head, _, _ in columns], lines, left=1)
+    screen.print(
+        "at: batch x context. ms: median step, and the range of the rounds' medians.\n"
+        "floor: share of ms that reading the weights and the KV bytes takes.\n"
+        "KV: bytes read, of dense. KL: nats lost per token. cert.: largest certificate.",
+        soft_wrap=True,
+    )
+    if heads := sum(row["audited_heads"] for row in rows):
+        wrong = sum(row["violations"] for row in rows)
+        screen.print(f"{wrong} of {heads:,} audited heads lost more than certified", soft_wrap=True)
 
 
 def _cell(value: Any, pattern: str) -> str:
@@ -163,39 +180,36 @@ def _cell(value: Any, pattern: str) -> str:
 
 
 def _ratios(screen: Any, ratios: Sequence[Mapping[str, Any]]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for head in ("faster", "than", "at", "times", "in a round"):
-        table.add_column(head, justify="left" if head in {"faster", "than"} else "right")
-    for entry in ratios:
-        table.add_row(
-            entry["engine"],
-            entry["over"],
-            f"{entry['batch']} x {entry['context']:,}",
-            f"{entry['speedup']:.2f}",
-            f"{entry['low']:.2f}-{entry['high']:.2f}",
-        )
-    screen.print(table)
+    lines = [
+        [_short(entry["engine"]), _short(entry["over"]), _at(entry), f"{entry['speedup']:.2f}",
+         f"{entry['low']:.2f}-{entry['high']:.2f}"]
+        for entry in ratios
+    ]  # fmt: skip
+    if lines:
+        screen.print()
+        _print(screen, ("faster", "than", "at", "times", "of rounds"), lines, left=2)
 
 
 def _targets(screen: Any, targets: Sequence[Mapping[str, Any]]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for head in ("target", "measured", "wanted", ""):
-        table.add_column(head, justify="right" if head in {"measured", "wanted"} else "left")
+    lines = []
     for entry in targets:
-        sign = "<=" if entry["at_most"] else ">="
-        verdict = "met" if entry["met"] else "missed"
-        table.add_row(entry["target"], f"{entry['value']:.4g}", f"{sign} {entry['wanted']:g}", verdict)
-    screen.print(table)
+        sign, verdict = "<=" if entry["at_most"] else ">=", "met" if entry["met"] else "missed"
+        lines.append(
+            [entry["target"].replace("ours ", ""), verdict, f"{entry['value']:.4g}", f"{sign} {entry['wanted']:g}"]
+        )
+    if lines:
+        screen.print()
+        _print(screen, ("goal", "", "measured", "wanted"), lines, left=2)
 
 
 def _crossover(screen: Any, found: Mapping[str, Any]) -> None:
     at = found["crossover_tokens"]
-    table = Table(box=None, pad_edge=False)
-    for head in ("context", "dense ms", "pruned ms", "speedup", "prunes"):
-        table.add_column(head, justify="right")
     columns = zip(*(found[n] for n in ("contexts", "dense_ms", "pruned_ms", "speedup", "prunes")), strict=True)
-    for context, dense, pruned, speedup, prunes in columns:
-        table.add_row(f"{context:,}", f"{dense:.2f}", f"{pruned:.2f}", f"{speedup:.3f}", "yes" if prunes else "no")
-    screen.print(table)
+    lines = [
+        [f"{context:,}", f"{dense:.2f}", f"{pruned:.2f}", f"{speedup:.3f}", "yes" if prunes else "no"]
+        for context, dense, pruned, speedup, prunes in columns
+    ]
+    screen.print()
+    _print(screen, ("context", "dense ms", "pruned ms", "speedup", "prunes"), lines)
     where = f"from about {at:,.0f} tokens" if at is not None else "at none of these contexts"
     screen.print(f"batch {found['batch']}, theta {found['theta_nats']:g}: pruning pays {where}", soft_wrap=True)

@@ -134,6 +134,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     save_tiny(folder / "m", num_hidden_layers=3)
     arguments = ["--model", folder / "m", "--cells", "1x32,2x32,2x200", "--theta", "0.3", "--repeats", 2]
     arguments += ["--steps", 3, "--warmup", 1, "--texts", 2, "--positions", 2, "--page-tokens", 8, "--crossover"]
+    arguments += ["--min-context", 100]
     arguments += ["--figure", folder / "f.png", "--json", folder / "d.json"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "find_peers", lambda _=None: None)
@@ -177,12 +178,28 @@ def test_rows_are_consistent(table: dict[str, Any]) -> None:
     short, long = (next(r for r in values["rows"] if r["theta_nats"] and r["context"] == c) for c in (32, 200))
     assert long["audited_positions"] == 4
     assert 0 < long["certificate_max"] <= 0.3 * (1 + 1e-12)
-    assert short["context"] == 32  # at most five pages of 8: all protected, nothing pruned, nothing lost
-    assert (short["audited_heads"], short["kl_mean"], short["certificate_max"]) == (0, 0.0, 0.0)
+    nothing = ("audited_heads", "audited_positions", "kl_mean", "kl_rounding", "certificate_max", "violations")
+    assert [short[name] for name in nothing] == [0] * 6  # below min_context all is read, and nothing audited
+    assert (short["kv_bytes_fraction"], short["certificate_ratio"]) == (1.0, None)
+    assert values["targets"] == []  # they are about cells that were not measured
     assert [r["over"] for r in values["ratios"] if r["engine"] == "ours theta 0.3"] == ["ours dense"] * 3
     (found,) = values["crossover"]
     assert found["contexts"] == [128, 200]
     assert found["prunes"] == [True, True]
+
+
+def test_the_table_is_whole_at_80_columns(table: dict[str, Any]) -> None:
+    shown = table["shown"].splitlines()
+    lines = shown[1 : next(i for i, line in enumerate(shown) if line.startswith("vllm: "))]
+    assert max(map(len, lines)) <= 80
+    assert "…" not in table["shown"]
+    rows = [line.split("  ") for line in lines if line.startswith(("dense", "theta 0.3"))]
+    assert [next(cell.strip() for cell in row if " x " in cell) for row in rows] == [
+        cell for cell in ("1 x 32", "2 x 32", "2 x 200") for _ in range(2)
+    ]
+    for row, line in zip(table["json"]["rows"], rows, strict=True):
+        assert f"{row['step_ms']:.2f}" in map(str.strip, line)
+        assert (line[-1] == "–") == (row["certificate_max"] == 0)
 
 
 def test_absent_peers_are_named_with_how_to_get_them(table: dict[str, Any]) -> None:
@@ -206,6 +223,8 @@ def test_bad_options_are_refused_before_any_work(option: str, value: str, tmp_pa
         "--no-peers",
         *([] if option == "--cells" else CELLS),
         *([] if option in ("--cells", "--positions") else ["--positions", 2]),
+        "--min-context",
+        0,
         option,
         value,
     )
@@ -280,7 +299,10 @@ def test_targets_are_those_of_the_issue() -> None:
         "its attention, GB/s of bytes read": False,
         "dense attention, GB/s of bytes read": False,
     } | {t["target"]: t["met"] for t in targets_of(_rows(120.0, 90.0, 110.0, 0.002)) if "GB/s" in t["target"]}
-    assert targets_of([]) == []
+    part = _rows(100.0, 50.0, 110.0, 0.001)
+    assert targets_of([row for row in part if row.context == 128])[0]["target"].startswith("dense step over vllm's")
+    assert not any("128" in t["target"] or "GB/s" in t["target"] for t in targets_of(part[:3]))
+    assert targets_of([]) == targets_of([dataclasses.replace(row, batch=4) for row in part]) == []
 
 
 @pytest.mark.parametrize(
