@@ -60,7 +60,7 @@ def commands() -> list[str]:
 
 def defined(command: str, kind: str = "key") -> list[str]:
     """Return the names in a command's tables whose first column is headed ``kind``."""
-    return next((tables[kind] for title, tables in _tables().items() if command in title.split(", ")), [])
+    return next((tables.get(kind, []) for title, tables in _tables().items() if command in title.split(", ")), [])
 
 
 def undefined(command: str, values: Mapping[str, Any]) -> list[str]:

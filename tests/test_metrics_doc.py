@@ -13,6 +13,7 @@ import typer.main
 from metrics_doc import commands, defined, undefined
 
 from entropic_ctl.cli import app
+from entropic_ctl.replay import ReplayReport
 
 
 def _with_json(group: Any, before: str = "") -> list[str]:
@@ -68,6 +69,7 @@ def test_the_fields_of_results_are_defined_and_no_others() -> None:
         return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
     assert set(defined("bench certificate")) == fields(CertificateAudit)
+    assert set(defined("replay")) == fields(ReplayReport)
     assert under("bench decode", "rows.") == fields(Row)
     assert under("eval", "settings.") == fields(Settings)
     assert under("eval", "comparisons.") == set(COLUMNS)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command import entropic
+from metrics_doc import undefined
 
 from entropic_ctl import config, results
 from entropic_ctl.errors import BadInputError
@@ -45,6 +46,7 @@ def test_a_quadratic_function_is_found_exactly_where_small_gain_holds(table: dic
             assert ((table["spectral_radius"][mine] < 1) == small).all()
         assert not (certified & ~small).any()
     assert [row["contradictions"] for row in region.summary(table)] == [0] * len(region.SLICES)
+    assert not undefined("region", {"slices": region.summary(table)})
 
 
 def test_a_certificate_where_the_theorem_says_unstable_is_counted(table: dict[str, np.ndarray]) -> None:

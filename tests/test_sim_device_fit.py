@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from metrics_doc import undefined
 
 from entropic_ctl.errors import BadInputError
 from sim.cost import Roofline
@@ -54,6 +55,7 @@ def test_the_device_that_wrote_the_logs_is_found_whatever_slowed_a_repeat(tmp_pa
     slow = [write(tmp_path / f"slow-{pruned}.jsonl", pruned=pruned, slower=1.7) for pruned in (False, True)]
     assert numbers(fit_logs([*slow, *logs], MODEL).device) == pytest.approx(numbers(KNOWN), rel=1e-5)
     assert {name.partition(":")[0] for name in summary(found)} == {"device"}
+    assert not undefined("calibrate", {"calibration": summary(found)})
 
 
 def test_logs_that_cannot_tell_say_so(tmp_path: Path) -> None:

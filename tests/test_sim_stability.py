@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from metrics_doc import undefined
 from synthetic_bank import make_bank
 
 from entropic_ctl.certificates import Verdict
@@ -221,6 +222,7 @@ def test_the_sweep_and_the_study_find_no_contradiction_and_see_one() -> None:
     certified = {0: 0.999999 * SHARP.limit(0)}
     good = study(config, bank, Claims(SHARP, proved, certified), **SHORT)
     assert good.contradictions == 0
+    assert not undefined("stability", {"findings": good.rows})
     queue = next(row for row in good.rows if row["property"].startswith("queue"))
     assert queue["found"].startswith("stable")
     too_much = study(config, bank, Claims(SHARP, proved, {0: 1.2 * SHARP.limit(0)}), queue=False, **SHORT)
