@@ -7,7 +7,6 @@ text over the cache instead, each token under several budgets.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -60,11 +59,10 @@ def copy_pages(source: PagedKVCache, pages: IntArray, target: PagedKVCache, into
 
 
 class Pass(NamedTuple):
-    """One decoded position under one budget: raw logits (1, n), what its attention recorded, wall time."""
+    """One decoded position under one budget: raw logits (1, n), what its attention recorded."""
 
     logits: torch.Tensor
     batch: PagedBatch
-    seconds: float
 
 
 class FilledCache:
@@ -139,12 +137,11 @@ class FilledCache:
         for at in range(len(tokens)):
             passes = {}
             for theta in thetas:
-                start = time.perf_counter()
                 plan = single_row_plan(len(self.tokens) + at, 1, pages, theta_nats=theta)
                 batch = PagedBatch.from_plan(plan, self.cache, pruning)
                 batch.audit = theta > 0 and audit_every > 0 and at % audit_every == 0
                 logits = self.run(batch, ids[at : at + 1])
-                passes[theta] = Pass(logits, batch, time.perf_counter() - start)
+                passes[theta] = Pass(logits, batch)
             self.cache.seal(batch)
             yield passes
 

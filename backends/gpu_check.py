@@ -19,9 +19,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from backends.triton import exit_without, interpreted, reason_unavailable
 
-from backends.triton import interpreted, reason_unavailable
+if __name__ == "__main__":
+    exit_without("gpu-check", "numpy", "torch")
+
+import torch
 
 __all__ = ["main"]
 

@@ -17,6 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from backends.triton import exit_without
+
+if __name__ == "__main__":
+    exit_without("gpu-demo", "numpy", "torch", "transformers", "array_api_compat")
+
 import numpy as np
 import torch
 

@@ -11,6 +11,11 @@ from entropic_ctl.cli_options import Certificate, Force, Json, Model, Seed, Unce
 
 __all__ = ["evaluate", "register"]
 
+_TEXT = (
+    "Long UTF-8 text in place of the built-in one; at least the longest context + --positions + 1 tokens (4,145 by "
+    "default, 1,041 with --quick)."
+)
+
 
 def evaluate(
     config: Annotated[
@@ -22,9 +27,7 @@ def evaluate(
         typer.Option("--theta", metavar="X", help="Constant budget in nats, repeatable; without CONFIG 0.01 and 0.05."),
     ] = None,
     model: Model = None,
-    text: Annotated[
-        Path | None, typer.Option("--text", metavar="FILE", help="Long UTF-8 text in place of the built-in one.")
-    ] = None,
+    text: Annotated[Path | None, typer.Option("--text", metavar="FILE", help=_TEXT)] = None,
     prompts: Annotated[
         Path | None, typer.Option("--prompts", metavar="FILE", help="Prompts, one per line, or JSON Lines.")
     ] = None,

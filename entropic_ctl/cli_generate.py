@@ -14,6 +14,8 @@ from entropic_ctl.signals import FinishReason
 
 __all__ = ["generate", "read_prompt"]
 
+_TIMES = ("prompt_tokens", "output_tokens", "ttft_s", "gap_sum_s")
+
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     """Return the one prompt that was given.
@@ -108,6 +110,7 @@ def generate(
         "finish": str(reason) if reason is not None else "interrupted",
         "prompt_tokens": len(output.prompt_ids),
         "output_tokens": len(output.token_ids),
+        **_speed(metrics),
         "draft_tokens": engine.drafted,
         "draft_tokens_accepted": engine.accepted,
         "loss_nats": output.loss_nats,
@@ -136,14 +139,30 @@ def generate(
     console(stderr=True, soft_wrap=True).print(note, style="dim")
 
 
+def _speed(metrics: Any) -> dict[str, float | None]:
+    """Return seconds to the first token, prompt tokens per second of them, and tokens per second from then on."""
+    row = {name: float(column[0]) for name, column in metrics.requests_table().items() if name in _TIMES}
+    first, gaps, later = row["ttft_s"], row["gap_sum_s"], row["output_tokens"] - 1
+    return {
+        "ttft_s": first if later >= 0 else None,
+        "prefill_tokens_per_s": row["prompt_tokens"] / first if later >= 0 and first > 0 else None,
+        "decode_tokens_per_s": later / gaps if later > 0 and gaps > 0 else None,
+    }
+
+
 def _measured(metrics: Any) -> str:
     """Return what the run measured as the end of a sentence."""
     summary, tokens = metrics.summary(), metrics.tokens_table()
     if not tokens["temperature"].shape[0]:
         return ""
     low, high = tokens["temperature"].min(), tokens["temperature"].max()
+    speed = _speed(metrics)
+    prefill, decode = speed["prefill_tokens_per_s"], speed["decode_tokens_per_s"]
+    prompt = f" (prompt {prefill:,.1f} tokens/s, first use included)" if prefill is not None else ""
     return (
-        f"; {summary['throughput_tokens_per_s']:.1f} tokens/s, mean model entropy "
+        f"; first token after {speed['ttft_s']:.2f} s{prompt}"
+        + (f", then {decode:,.1f} tokens/s" if decode is not None else "")
+        + "; mean model entropy "
         f"{summary['model_entropy_mean_nats']:.2f} nats, T {low:.2f} to {high:.2f}, pages read "
         f"{100 * float(tokens['kept_fraction'].mean()):.0f}%"
     )

@@ -63,8 +63,8 @@ def draw(trials: Mapping[str, Any] | str | os.PathLike[str], path: str | os.Path
     with style.canvas(path, rows=2, cols=len(others), size=(1.2 + 3.6 * len(others), 7.4)) as (figure, axes):
         for i, (axis, name) in enumerate(zip(axes, others * 2, strict=True)):
             _panel(axis, table, across, name, intervals=i < len(others))
-        for axis, name in zip(axes[len(others) :], others, strict=True):
-            _zoom(axis, table, across, name)
+        for axis, whole, name in zip(axes[len(others) :], axes, others, strict=False):
+            _zoom(axis, whole, table, across, name)
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
         figure.suptitle(
@@ -84,16 +84,16 @@ def _column(table: Mapping[str, np.ndarray], which: str, end: str = "") -> np.nd
     return _percent(table[f"{which}{end}"] if which == "weighted" else table[f"{_PREFIX}{which}{end}"], which)
 
 
-def _zoom(axis: Axes, table: Mapping[str, np.ndarray], across: str, name: str) -> None:
-    """Limit a panel to the Pareto set and the choice, without the config as given unless it is one of those."""
+def _zoom(axis: Axes, whole: Axes, table: Mapping[str, np.ndarray], across: str, name: str) -> None:
+    """Limit a panel to the Pareto set and the choice, never beyond ``whole``; the given config may fall outside."""
     front = table["pareto"].astype(bool)
     shown = front & (table["trial"] != 0) if (front & (table["trial"] != 0)).any() else front
     shown |= table["chosen"].astype(bool)
-    for limit, which in ((axis.set_xlim, across), (axis.set_ylim, name)):
+    for limit, outer, which in ((axis.set_xlim, whole.get_xlim(), across), (axis.set_ylim, whole.get_ylim(), name)):
         values = _column(table, which)[shown & np.isfinite(_column(table, which))]
         margin = max(0.15 * np.ptp(values), 0.05) if values.size else 1.0
         if values.size:
-            limit(values.min() - margin, values.max() + margin)
+            limit(max(values.min() - margin, outer[0]), min(values.max() + margin, outer[1]))
     axis.set_title("the Pareto set, enlarged (no intervals)")
 
 

@@ -133,7 +133,8 @@ def workloads_text(config: RunConfig, engine: RunConfig | None, prompts: int, to
 
 
 def _cost(config: RunConfig) -> list[tuple[str, Any]]:
-    return list(resolve(config)["cost"].items())
+    """Return the settings that were given, and the bank."""
+    return [(name, value) for name, value in resolve(config)["cost"].items() if value or name == "bank"]
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

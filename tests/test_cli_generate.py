@@ -60,6 +60,23 @@ def test_a_byte_order_mark_is_not_part_of_the_prompt(model: Path, tmp_path: Path
     assert json.loads((tmp_path / "r.json").read_text())["prompt_tokens"] == 2
 
 
+def test_prompt_and_generation_have_speeds_of_their_own(model: Path, tmp_path: Path) -> None:
+    for count in (1, 6):
+        asked = ("--prompt", "hello you", "--max-tokens", count, "--raw", "--json", tmp_path / "r.json")
+        status, _, err = generate(model, *asked, "--seed", 3)
+        report = json.loads((tmp_path / "r.json").read_text())
+        summary = report["summary"]
+        assert (status, report["output_tokens"]) == (0, count)
+        assert report["ttft_s"] == summary["ttft_mean_s"]
+        assert report["prefill_tokens_per_s"] * report["ttft_s"] == pytest.approx(9)
+        if count == 1:
+            assert report["decode_tokens_per_s"] is None
+        else:
+            assert report["decode_tokens_per_s"] * summary["tpot_mean_s"] == pytest.approx(1)
+            assert report["ttft_s"] + 5 / report["decode_tokens_per_s"] == pytest.approx(summary["e2e_mean_s"])
+        assert "first token after" in err
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, BrokenPipeError])
 def test_an_interrupt_keeps_text_json_and_log(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]

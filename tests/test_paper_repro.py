@@ -348,6 +348,7 @@ def test_the_workloads_are_described_from_the_config() -> None:
         "must not be compared",
     ):
         assert part in said
+    assert " = 0" not in said
     assert "Engine" not in explain.workloads_text(config, None, 0, 0)
 
 

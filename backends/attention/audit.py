@@ -8,7 +8,6 @@ What later tokens see of a position is what the pruned pass made of it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,8 +46,6 @@ class CertificateAudit:
         KV-cache bytes read per position, with pruning and without.
     kl_nats_mean, kl_nats_max : float
         KL(pruned || dense) of the next-token distribution, as everywhere in this project.
-    prefill_s, decode_s, dense_decode_s : float
-        Wall time: all of the prefill; per position with pruning (audit included) and dense.
     """
 
     context: int
@@ -67,9 +64,6 @@ class CertificateAudit:
     dense_kv_bytes: float
     kl_nats_mean: float
     kl_nats_max: float
-    prefill_s: float
-    decode_s: float
-    dense_decode_s: float
 
     @property
     def holds(self) -> bool:
@@ -111,15 +105,12 @@ def audit_certificate(
         raise BadInputError("text too short", field="positions", value=positions, allowed=f"[1, {len(tokens) - 1}]")
     if not theta_nats > 0:
         raise BadInputError("nothing to audit", field="theta_nats", value=theta_nats, allowed="> 0")
-    start, prefix = time.perf_counter(), len(tokens) - positions
+    prefix = len(tokens) - positions
     filled = FilledCache(model, tokens[:prefix], page_tokens=page_tokens, chunk=chunk, room=len(tokens))
-    prefill_s = time.perf_counter() - start
     true, certified, kept, kl = [], [], [], []
-    bytes_pruned = bytes_dense = decode_s = dense_s = 0.0
+    bytes_pruned = bytes_dense = 0.0
     for passes in filled.decode(tokens[prefix:], [0.0, theta_nats], pruning or PruningConfig(), audit_every=1):
         dense, pruned = passes[0.0], passes[theta_nats]
-        dense_s += dense.seconds
-        decode_s += pruned.seconds
         bytes_dense += dense.batch.kv_bytes
         bytes_pruned += pruned.batch.kv_bytes
         true += [a.true_mass for a in pruned.batch.audits]
@@ -151,7 +142,4 @@ def audit_certificate(
         dense_kv_bytes=bytes_dense / positions,
         kl_nats_mean=float(np.mean(kl)),
         kl_nats_max=float(np.max(kl)),
-        prefill_s=prefill_s,
-        decode_s=decode_s / positions,
-        dense_decode_s=dense_s / positions,
     )

@@ -7,13 +7,24 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 
-__all__ = ["interpreted", "reason_unavailable"]
+__all__ = ["exit_without", "interpreted", "reason_unavailable"]
 
 
 def interpreted() -> bool:
     """Return whether kernels run under Triton's interpreter on the CPU (``TRITON_INTERPRET=1``, read at import)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def exit_without(program: str, *packages: str) -> None:
+    """End with status 2 and one line if this Python lacks a package; for a program, before its imports."""
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    if absent:
+        sys.stderr.write(
+            f"{program}: {sys.executable} has no {', '.join(absent)}; another Python: make {program} PYTHON=...\n"
+        )
+        raise SystemExit(2)
 
 
 def reason_unavailable() -> str | None:
