@@ -229,7 +229,7 @@ def analyse(
         if surface.text_of_block.max() > 0:  # judged on a text that did not choose it
             picks, curve = policies.best_strength(surface, [*curves, constant], constant, levels)
             rules.append(
-                ("chosen elsewhere", signal, float(np.mean([(*STRENGTHS, 0.0)[i] for i in picks])), curve, None)
+                ("log-linear, s chosen", signal, float(np.mean([(*STRENGTHS, 0.0)[i] for i in picks])), curve, None)
             )
     rules.append(("hindsight", "", 0.0, policies.hindsight(surface), None))
     return _tables(surface, signals, rules, levels, weight)

@@ -74,7 +74,7 @@ def decode_text(
     rule, every = pruning or PruningConfig(), _AUDIT_EVERY if masses else 0
     for passes in filled.decode(tokens[prefix:], budgets, rule, audit_every=every):
         for theta, losses in found.items():
-            logits, batch, _ = passes[theta]
+            logits, batch = passes[theta]
             losses.lost += [audit.true_mass for audit in batch.audits]
             losses.certified += [audit.certified_mass for audit in batch.audits]
             losses.kl.append(float(kl_nats(logits, passes[0.0].logits)[0]))

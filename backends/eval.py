@@ -15,7 +15,7 @@ from typing import Any
 
 from backends import eval_summary
 from backends.eval_arms import Arm, settings_of
-from backends.eval_long import long_texts, measure_long_text, whole_pages
+from backends.eval_long import long_texts, measure_long_text, read_text, whole_pages
 from backends.eval_needle import measure_needles
 from backends.eval_outputs import compare_outputs, document_prompts, prompts_that_fit, write_outputs
 from backends.eval_overlap import require_metrics
@@ -27,10 +27,11 @@ from entropic_ctl.certificates import Verdict
 from entropic_ctl.config import digest
 from entropic_ctl.errors import BadInputError
 
-__all__ = ["TASKS", "Evaluation", "Settings", "evaluate", "quick"]
+__all__ = ["TASKS", "Evaluation", "Settings", "check_size", "evaluate", "quick"]
 
 TASKS = ("long", "texts", "needle")
 _SHARE = {"long": 0.45, "texts": 0.3, "needle": 0.25}  # of the time, for the progress bar
+_SPECIAL_TOKENS = 8  # that a tokenizer may add
 _NEEDLE_TOKENS = 32  # room for the answer behind a needle's text
 
 
@@ -195,6 +196,43 @@ def evaluate(
         begun += _SHARE[task]
     tables = {"summary": eval_summary.table_of(rows), **tables}
     return Evaluation(tables, eval_summary.verdict(rows, names), tuple(names), plan.notes)
+
+
+def check_size(text: Path, settings: Settings, page_tokens: int, context: int) -> None:
+    """Refuse a file that has fewer bytes than the tasks need tokens, before a model is loaded.
+
+    Parameters
+    ----------
+    text : Path
+    settings : Settings
+    page_tokens : int
+    context : int
+        The model's, tokens; 0 if not known yet.
+
+    Raises
+    ------
+    BadInputError
+        Naming both numbers, or if the file is no text.
+    """
+    size = len(read_text(text).encode())
+    needed = settings.prompt_tokens if "texts" in settings.tasks else 1
+    for task, lengths, more, read in (
+        ("long", settings.contexts, settings.positions + 1, settings.positions + 1),
+        ("needle", settings.needle_lengths, _NEEDLE_TOKENS, 0),
+    ):
+        if task in settings.tasks and lengths:
+            fits = [n for n in lengths if n + more <= context] if settings.fit_lengths else lengths
+            longest = max(fits or [min(lengths)])
+            needed = max(needed, longest - longest % page_tokens + read)
+    if size + _SPECIAL_TOKENS < needed:
+        raise BadInputError(
+            "the text is shorter than the longest context and what is decoded behind it",
+            where=str(text),
+            field="bytes",
+            value=size,
+            allowed=f">= {needed} tokens, of some 4 bytes each",
+            remedy="name shorter contexts (--context), or a longer text",
+        )
 
 
 class _Plan:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from backends import fetch as fetching
@@ -186,6 +188,15 @@ def wrap(model: Any, tokenizer: Any, *, name: str = "model") -> LoadedModel:
             active_parameters=active_parameters(model, chosen),
         ),
     )
+
+
+def stated_context(path: str) -> int:
+    """Return the longest context by ``config.json`` of a folder, before anything is loaded; 0 if it says none."""
+    folder = fetching.default_folder() if path == DEFAULT and not Path(path).exists() else Path(path)
+    try:
+        return _max_context(SimpleNamespace(**json.loads((folder / "config.json").read_text("utf-8"))))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return 0
 
 
 def _max_context(config: Any) -> int:

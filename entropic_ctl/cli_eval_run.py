@@ -73,7 +73,8 @@ def evaluate(
         cli_run.need("backends.eval_overlap", "eval").require_metrics()
     own = cli_run.need("backends.prompts", "engine").read_prompts(prompts) if prompts is not None else None
     if text is not None:
-        cli_run.need("backends.eval_long", "eval").read_text(text)
+        context = cli_run.need("backends.models", "engine").stated_context(config.model.path)
+        harness.check_size(text, settings, config.engine.page_tokens, context)
     subject = {
         "command": "eval",
         "config": configs.resolve(config),

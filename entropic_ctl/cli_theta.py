@@ -30,7 +30,7 @@ def theta(
     """Does a budget driven by entropy beat a constant one at equal KV bytes? Quality against bytes, with intervals.
 
     Measures on real text what each budget of a ladder costs at each position (KL to dense, NLL, bytes) and reads every
-    rule off that table: the shipped law, mirrored, in shuffled order, other signals, and the choice in hindsight. About
+    rule off that table: the shipped law, mirrored, in shuffled order, log-linear in other signals, and hindsight. About
     8 minutes on two cores; `--quick` under one. Finished parts are kept in DIR.parts until DIR is written.
 
     Example: `entropic bench theta --out out/theta`

@@ -17,14 +17,14 @@ __all__ = ["draw"]
 _CURVES = ("rule", "signal", "strength", "bytes", "kl")
 _EFFECTS = ("rule", "signal", "strength", "change", "low", "high", "shuffled_change", "shuffled_low", "shuffled_high")
 _LOOK = {  # rule: (label, colour, marker)
-    "law": ("wide when the last entropy was low (shipped)", "blue", "o"),
-    "mirrored law": ("wide when it was high", "vermillion", "s"),
-    "shuffled": ("the shipped law's budgets in random order", "black", "^"),
+    "law": ("law: wide when the last entropy was low (shipped)", "blue", "o"),
+    "mirrored law": ("mirrored law: wide when it was high", "vermillion", "s"),
+    "shuffled": ("law, shuffled: the same budgets in random order", "black", "^"),
 }
 _SIGNALS = {
-    "entropy": ("last step's entropy", "blue", "o"),
-    "predicted_entropy": ("this step's entropy, guessed before it", "green", "s"),
-    "own_entropy": ("this step's entropy (known too late)", "orange", "D"),
+    "entropy": ("entropy, of the last step", "blue", "o"),
+    "predicted_entropy": ("predicted_entropy, of this step", "green", "s"),
+    "own_entropy": ("own_entropy, of this step: known too late", "orange", "D"),
 }
 
 
@@ -54,7 +54,8 @@ def draw(
         _laws(axes[1], table)
         _signals(axes[2], table)
         style.label_panels(
-            axes, ("quality against bytes", "the budget law at equal bytes", "theta = theta0 exp(-s z), equal bytes")
+            axes,
+            ("quality against bytes", "the budget law at equal bytes", "log-linear: theta0 exp(-s z)"),
         )
 
 
@@ -64,8 +65,8 @@ def _quality(axis: Axes, lines: Mapping[str, np.ndarray]) -> None:
         ("constant", 1.0, "constant", "black", "-"),
         ("law", 1.5, "law, wide/narrow 1.5", "blue", "--"),
         ("law", largest, f"law, wide/narrow {largest:g}", "sky", "-"),
-        ("mirrored law", largest, f"mirrored, {largest:g}", "vermillion", "-"),
-        ("hindsight", 0.0, "best choice in hindsight", "green", ":"),
+        ("mirrored law", largest, f"mirrored law, wide/narrow {largest:g}", "vermillion", "-"),
+        ("hindsight", 0.0, "hindsight: the best choice, known too late", "green", ":"),
     )
     for rule, strength, label, colour, dash in shown:
         pick = (lines["rule"] == rule) & (lines["strength"] == strength)

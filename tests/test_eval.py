@@ -317,6 +317,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SHORT = ("--context", 64, "--positions", 4, "--new-tokens", 4, "--needle-length", 192, "--depth", 0.5)
 
 
+def test_a_short_text_is_refused_before_a_model_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "t.txt"
+    text.write_text("x" * 200)
+    monkeypatch.setattr("entropic_ctl.cli_run.load_model", lambda _: pytest.fail("loaded"))
+    asked = ("eval", "--model", folder, "--text", text, "--out", tmp_path / "out")
+    for options, least in ((("--quick",), 1041), ((), 2097), (("--context", 256), 305)):  # 4,096 tokens: 2,048 fits
+        tasks = ("--task", "long")
+        status, _, err = entropic(*asked, *tasks, *options)
+        assert (status, (tmp_path / "out").exists()) == (2, False)
+        assert f">= {least} tokens" in err
+    assert "1,041" in " ".join(entropic("eval", "--help")[1].split())
+
+
 def test_the_command_writes_tables_figures_and_what_it_prints(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out, numbers = tmp_path / "out", tmp_path / "n.json"

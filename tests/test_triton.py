@@ -224,6 +224,14 @@ def test_gpu_demo_without_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> N
     assert "no CUDA device" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("program", ["gpu_check", "gpu_demo"])
+def test_a_python_without_torch_gets_one_line(program: str) -> None:
+    command = [sys.executable, "-S", "-m", f"backends.{program}"]  # -S: no site-packages
+    done = subprocess.run(command, cwd=TESTS.parent, env={}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "torch" in done.stderr
+
+
 def test_gpu_check_reports_a_failing_part_and_goes_on() -> None:
     from backends.gpu_check import _Sections
 
