@@ -5,11 +5,14 @@ All pruned rows of a step go through at once; their page lists are padded, paddi
 1. Read the fixed pages (sinks, recent, not sealed) exactly: a partial state, and an interval on its log-mass.
 2. Bound every candidate page's log-mass from the high half of its codes (:func:`page_bounds`), and drop what all query
    heads of a group would drop within ``COARSE_SHARE`` of the budget.
-3. Bound the others from all of their codes, and choose under the whole budget (``entropic_ctl.pruning.select``).
-4. Read the chosen pages per KV head, merge with the fixed state.
-5. Certify again with the real sum over what was read: m <= U / (U + Z_K).
+3. Of the others, read at once what the whole budget would not drop if masses were as the first look has them: a second
+   look would nearly always keep it, and its mass is then known, which leaves more to spend.
+4. Bound the rest from all of their codes, and choose under the whole budget (``entropic_ctl.pruning.select``).
+5. Read the chosen pages per KV head, merge with what was read before.
+6. Certify again with the real sum over what was read: m <= U / (U + Z_K).
 
-This is the readable version; the C++ one (``backends.native.decode``) and the Triton one are held to it by tests.
+This is the readable version; the C++ one (``backends.native.decode``) and the Triton one are held to it by tests. The
+Triton one leaves out step 3 and looks twice at those pages too: reading them apart would take three more launches a layer.
 
 Rounding. Let u = 2^-24, g_n = n u / (1 - n u). A float32 dot product of D terms is off by at most g_D sum |q_d k_d|
 in any order of summation, fused or not. Hence, with the scale's own rounding and the product by it,
@@ -152,20 +155,22 @@ def pruned_decode(
     cap = 8 * _U * scoring.softcap if scoring.softcap is not None else 0.0
 
     state, fixed_norm = _attend_fixed(cache, layer, rows, q, scoring)
-    norm = np.repeat(_host(fixed_norm), n_heads // heads, axis=1)
-    lse = _host(state.lse.flatten(1))
-    slack = _exact_slack(q_norm, norm, lse, rows.fixed_tokens, dim) + cap
-
-    known = np.isfinite(lse) & np.isfinite(slack)
-    ends = np.where(known, lse - slack, -np.inf), np.where(known, lse + slack, np.inf)
-    kept, chosen_mass, log_pruned, fine = _choose(paged, layer, q, scoring, ends)
-    state = merge(state, _attend_kept(cache, layer, rows, q, kept=kept, scoring=scoring))
-
     sealed_norm = _key_norms(cache, layer, rows.padded).amax(dim=1)  # (n, n_kv_heads)
     norm = np.repeat(_host(torch.maximum(fixed_norm, sealed_norm)), n_heads // heads, axis=1)
-    lse = _host(state.lse.flatten(1))
-    log_kept = lse - _exact_slack(q_norm, norm, lse, rows.length, dim) - cap
-    mass = np.minimum(chosen_mass, mass_bound(log_pruned, log_kept.reshape(-1))).reshape(n, n_heads)
+
+    def ends(read: State) -> tuple[FloatArray, FloatArray]:  # the log-mass of what was read lies between
+        lse = _host(read.lse.flatten(1))
+        slack = _exact_slack(q_norm, norm, lse, rows.length, dim) + cap
+        known = np.isfinite(lse) & np.isfinite(slack)
+        return np.where(known, lse - slack, -np.inf), np.where(known, lse + slack, np.inf)
+
+    looks = _Looks(paged, layer, q, scoring)
+    sure = looks.first(*ends(state))
+    state = _attend_kept(cache, layer, rows, q, state, kept=sure, scoring=scoring)
+    chosen, fine, found = looks.second(*ends(state))
+    state = _attend_kept(cache, layer, rows, q, state, kept=chosen, scoring=scoring)
+    kept = sure | chosen
+    mass = np.minimum(found.mass, mass_bound(found.log_pruned, ends(state)[0].reshape(-1))).reshape(n, n_heads)
     if s_aux is not None:  # one more kept term: the mass lost, as a share of the total, only shrinks
         state = with_sink(state, s_aux.reshape(heads, -1))
 
@@ -181,48 +186,72 @@ def pruned_decode(
     return state.out.reshape(n, n_heads, dim).to(query.dtype)
 
 
-def _choose(
-    paged: PagedBatch, layer: int, query: torch.Tensor, scoring: Scoring, fixed: tuple[FloatArray, FloatArray]
-) -> tuple[npt.NDArray[np.bool_], FloatArray, FloatArray, IntArray]:
-    """Choose the candidates to read, in two looks.
+class _Looks:
+    """The candidates of all pruned rows of a step, looked at twice; masks of pages are (n, n_kv_heads, C)."""
 
-    ``fixed`` (n, H) bounds the log-mass of the fixed pages. Returns kept (n, n_kv_heads, C), the mass bound and the
-    log-mass of what is dropped, both (n * H,), and how many low planes were read, (n,), summed over KV heads.
-    """
-    cache, rows = paged.cache, paged.pruned
-    n, heads, group = query.shape[:3]
-    width = rows.padded.shape[1]
-    lower, upper = np.full((2, n, heads * group, width + 1), -np.inf)  # padding: empty pages; last column: fixed pages
-    lower[:, :, width], upper[:, :, width] = fixed
-    per_page = query[torch.from_numpy(rows.candidate_row).to(query.device)] if n > 1 else query
+    def __init__(self, paged: PagedBatch, layer: int, query: torch.Tensor, scoring: Scoring) -> None:
+        self.paged, self.layer, self.scoring = paged, layer, scoring
+        rows, (n, heads, group) = paged.pruned, query.shape[:3]
+        self.heads, self.group, self.width = heads, group, rows.padded.shape[1]
+        self.query = query[torch.from_numpy(rows.candidate_row).to(query.device)] if n > 1 else query
+        self.real = np.arange(self.width) < rows.n_candidates[:, None, None]
+        # padding: empty pages; the last column: all that was read
+        self.lower, self.upper = np.full((2, n, heads * group, self.width + 1), -np.inf)
 
-    def look(theta: FloatArray, log_spent: FloatArray | None) -> Selection:
-        return select(
+    def bound(self, *, coarse: bool) -> None:
+        cache, rows = self.paged.cache, self.paged.pruned
+        lower, upper = page_bounds(cache, self.layer, rows.candidates, self.query, self.scoring, coarse=coarse)
+        self.lower[rows.candidate_row, :, rows.candidate_at] = lower
+        self.upper[rows.candidate_row, :, rows.candidate_at] = upper
+
+    def leave_out(self, pages: npt.NDArray[np.bool_]) -> None:
+        """Empty these pages: they were dropped and charged, or read."""
+        out = np.repeat(pages, self.group, axis=1)
+        self.lower[..., :-1][out] = self.upper[..., :-1][out] = -np.inf
+
+    def select(
+        self, lower: FloatArray, upper: FloatArray, share: float, spent: FloatArray | None
+    ) -> tuple[npt.NDArray[np.bool_], Selection]:
+        """Choose under a share of the budget; return the pages kept of those that are not empty, and the selection."""
+        n, width = lower.shape[0], self.width
+        found = select(
             lower.reshape(-1, width + 1),
             upper.reshape(-1, width + 1),
             np.arange(width + 1) == width,
-            np.repeat(theta, heads),
-            n * heads,
-            selection=paged.pruning.selection,
-            log_spent=log_spent,
+            np.repeat(np.log1p(share * np.expm1(self.paged.pruned.theta_nats)), self.heads),
+            n * self.heads,
+            selection=self.paged.pruning.selection,
+            log_spent=spent,
         )
+        there = (upper[..., :-1] > -np.inf).reshape(n, self.heads, self.group, width).any(axis=2)
+        return found.kept.reshape(n, self.heads, width + 1)[..., :-1] & there & self.real, found
 
-    def bound(*, coarse: bool) -> None:
-        low, up = page_bounds(cache, layer, rows.candidates, per_page, scoring, coarse=coarse)
-        lower[rows.candidate_row, :, rows.candidate_at] = low
-        upper[rows.candidate_row, :, rows.candidate_at] = up
+    def first(self, low: FloatArray, high: FloatArray) -> npt.NDArray[np.bool_]:
+        """Drop by the high halves; return what to read without a second look. ``low``, ``high``: the fixed pages'."""
+        self.lower[:, :, -1], self.upper[:, :, -1] = low, high
+        self.bound(coarse=True)
+        unsure, found = self.select(self.lower, self.upper, COARSE_SHARE, None)
+        self.spent = found.log_pruned
+        self.leave_out(~unsure)
+        with np.errstate(invalid="ignore"):
+            middle = 0.5 * (self.lower + self.upper)  # NaN: unknown, kept
+        known = np.isfinite(middle)
+        empty = self.upper == -np.inf
+        lower = np.where(known, middle, -np.inf)
+        sure, _ = self.select(lower, np.where(known, middle, np.where(empty, -np.inf, np.inf)), 1.0, self.spent)
+        self.unsure = unsure & ~sure
+        return sure
 
-    bound(coarse=True)
-    first = look(np.log1p(COARSE_SHARE * np.expm1(rows.theta_nats)), None)
-    unsure = first.kept.reshape(n, heads, width + 1)
-    bound(coarse=False)
-    out = np.repeat(~unsure, group, axis=1)
-    lower[out], upper[out] = -np.inf, -np.inf  # dropped already: what they may hold is in ``log_spent``
-    second = look(rows.theta_nats, first.log_pruned)
-    real = np.arange(width) < rows.n_candidates[:, None]
-    kept = second.kept.reshape(n, heads, width + 1)[:, :, :width] & unsure[:, :, :width] & real[:, None]
-    fine = (unsure[:, :, :width] & real[:, None]).sum(axis=(1, 2))
-    return kept, second.mass, second.log_pruned, fine
+    def second(self, low: FloatArray, high: FloatArray) -> tuple[npt.NDArray[np.bool_], IntArray, Selection]:
+        """Choose among the rest by all of their codes; ``low``, ``high``: of what was read so far.
+
+        Returns the pages to read, how many low planes were read (n,), summed over KV heads, and the selection.
+        """
+        self.lower[:, :, -1], self.upper[:, :, -1] = low, high
+        self.bound(coarse=False)
+        self.leave_out(~self.unsure)
+        kept, found = self.select(self.lower, self.upper, 1.0, self.spent)
+        return kept, self.unsure.sum(axis=(1, 2)), found
 
 
 def _key_norms(cache: PagedKVCache, layer: int, pages: torch.Tensor) -> torch.Tensor:
@@ -251,11 +280,14 @@ def _attend_kept(
     layer: int,
     rows: PrunedRows,
     query: torch.Tensor,
+    before: State,
     *,
     kept: npt.NDArray[np.bool_],
     scoring: Scoring,
 ) -> State:
-    """Attend over the chosen candidates, each (row, KV head) over its own list, padded with one of its own pages."""
+    """Attend over these candidates too, each (row, KV head) over its own list, padded with one of its own pages."""
+    if not kept.any():
+        return before
     count = kept.sum(axis=2)
     most, size, dim = int(count.max()), cache.page_tokens, query.shape[-1]
     column = np.argsort(~kept, axis=2, kind="stable")[:, :, :most]
@@ -268,11 +300,11 @@ def _attend_kept(
     k = cache.k[layer][pages, head].reshape(*kept.shape[:2], most * size, dim)
     v = cache.v[layer][pages, head].reshape(*kept.shape[:2], most * size, dim)
     if real.all():
-        return attend(query, k, v, scoring)
+        return merge(before, attend(query, k, v, scoring))
     mask = torch.from_numpy(np.repeat(real, size, axis=2)).to(device).unsqueeze(2)  # (n, n_kv_heads, 1, tokens)
     if not count.all():  # a list without pages has nothing of its own to pad with: what it gathered must not be a value
         v = torch.where(mask.transpose(2, 3), v, torch.zeros_like(v))
-    return attend(query, k, v, scoring, mask)
+    return merge(before, attend(query, k, v, scoring, mask))
 
 
 def output_errors(

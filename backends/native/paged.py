@@ -45,7 +45,7 @@ class Pool(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("k", "v", "record", "low")),
-        ("record_bytes", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("record_bytes", "record_page", "record_head")),
         *((name, ctypes.c_int32) for name in ("heads", "page", "dim", "dtype")),
     )
 
@@ -73,16 +73,19 @@ def _layer(pool: torch.Tensor, layer: int) -> int:
 def layer_pool(cache: PagedKVCache, layer: int, *, shadow: bool) -> Pool:
     """Describe one layer of a cache, with its shadow or without."""
     record = low = None
-    size = 0
+    size = page = head = 0
     if shadow:
         record, low = _layer(cache.shadow.record, layer), _layer(cache.shadow.low, layer)
         size = cache.shadow.record.shape[-1]
+        _, page, head, _ = cache.shadow.record.stride()
     return Pool(
         _layer(cache.k, layer),
         _layer(cache.v, layer),
         record,
         low,
         size,
+        page,
+        head,
         cache.n_kv_heads,
         cache.page_tokens,
         cache.head_dim,

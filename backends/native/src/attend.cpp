@@ -32,7 +32,7 @@ void attend_typed(const Pool& pool, int head, int heads, const Segment* segments
         for (int g = 0; g < group; ++g) {
           float* out = weight(h, g) + (s - c) * wide;
           if (segments[s].end - segments[s].begin < wide) std::fill(out, out + wide, -kInfinity);
-          page_scores(at(pool.k, s, h), dim, segments[s], query[h], g, out, g == 0 ? later : nullptr);
+          page_scores(at(pool.k, s, h), dim, segments[s], query[h], g, out, later);
         }
       }
     }
@@ -53,22 +53,27 @@ void attend_typed(const Pool& pool, int head, int heads, const Segment* segments
 
 template <class T>
 double key_norm_typed(const Pool& pool, int head, const Segment* segments, int64_t count) {
-  double most = 0.0;
+  Vec most = zero(), total = zero();
   for (int64_t s = 0; s < count; ++s) {
     const T* k = static_cast<const T*>(pool.k) +
                  (segments[s].page * pool.heads + head) * static_cast<int64_t>(pool.page) * pool.dim;
-    for (int t = segments[s].begin; t < segments[s].end; ++t) {
-      const T* row = k + static_cast<int64_t>(t) * pool.dim;
-      Vec acc = zero();
-      for (int d = 0; d < pool.dim; d += 16) {
-        const Vec x = load(row + d, std::min(pool.dim - d, 16));
-        acc = fma(x, x, acc);
+    for (int t0 = segments[s].begin; t0 < segments[s].end; t0 += 16) {
+      Vec squares[16];
+      for (int i = 0; i < 16; ++i) {
+        squares[i] = zero();
+        if (t0 + i >= segments[s].end) continue;
+        const T* row = k + static_cast<int64_t>(t0 + i) * pool.dim;
+        for (int d = 0; d < pool.dim; d += 16) {
+          const Vec x = load(row + d, std::min(pool.dim - d, 16));
+          squares[i] = fma(x, x, squares[i]);
+        }
       }
-      const double square = sum(acc);
-      most = square <= most ? most : square;  // NaN wins
+      const Vec norms = sums(squares);
+      most = max(most, norms), total = total + norms;
     }
   }
-  return std::sqrt(most) * (1.0 + 1e-5) + 4e-18;  // squares below 2^-126 may be lost
+  const float all = sum(total);  // NaN if any is
+  return std::sqrt(static_cast<double>(std::isnan(all) ? all : largest(most))) * (1.0 + 1e-5) + 4e-18;  // < 2^-126 may be lost
 }
 
 }  // namespace
@@ -157,25 +162,24 @@ void Query::load_tokens(const Work& work, int64_t token, int count, int head, co
 void Query::load(const Work& work, int64_t token, int head, const Pool& pool) {
   load_tokens(work, token, 1, head, pool);
   values.assign(static_cast<size_t>(group) * stride, 0.0f);
-  q16.assign(static_cast<size_t>(group) * stride, 0);
+  q16.resize(static_cast<size_t>(group) * stride);
   alpha.resize(group), norm.resize(group);
   for (int g = 0; g < group; ++g) {
     const int64_t at = token * work.query_token + (static_cast<int64_t>(head) * group + g) * work.query_head;
     float* q = values.data() + static_cast<int64_t>(g) * stride;
-    float most = 0.0f;
-    double square = 0.0;
-    for (int i = 0; i < dim; ++i) {
-      q[i] = element(work, at + i);
-      most = std::max(most, std::fabs(q[i]));
-      square += static_cast<double>(q[i]) * q[i];
+    for (int i = 0; i < dim; ++i) q[i] = element(work, at + i);
+    Vec most = zero(), square = zero();
+    for (int i = 0; i < stride; i += 16) {
+      const Vec x = simd::load(q + i);
+      most = max(most, max(x, zero() - x)), square = fma(x, x, square);
     }
-    norm[g] = std::fabs(static_cast<double>(scale)) * std::sqrt(square) * (1.0 + 1e-9);
+    norm[g] = std::fabs(static_cast<double>(scale)) * (std::sqrt(static_cast<double>(sum(square))) * (1.0 + 1e-5) + 4e-18);
     // below 1e-30 a query is as good as 0: with keys within float16 its scores are less than 1e-20
-    alpha[g] = most >= 1e-30f && most < kInfinity ? most / 32767.0f : 0.0f;
-    for (int i = 0; i < dim; ++i) {
-      const float x = alpha[g] > 0.0f ? std::nearbyint(q[i] / alpha[g]) : 0.0f;
-      q16[static_cast<int64_t>(g) * stride + i] = x >= -32767.0f && x <= 32767.0f ? static_cast<int16_t>(x) : 0;
-    }
+    const float top = largest(most);
+    alpha[g] = top >= 1e-30f && top < kInfinity ? top / 32767.0f : 0.0f;
+    const Vec inverse = set(alpha[g] > 0.0f ? 1.0f / alpha[g] : 0.0f);
+    for (int i = 0; i < stride; i += 16)
+      store_int16(q16.data() + static_cast<int64_t>(g) * stride + i, simd::load(q + i) * inverse);
   }
 }
 

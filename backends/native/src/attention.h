@@ -13,10 +13,11 @@ enum Dtype : int32_t { kBf16 = 0, kHalf = 1, kFloat = 2 };
 // One layer of the cache. Pools are (pages, heads, page, dim), contiguous.
 struct Pool {
   const void *k, *v;
-  const uint8_t* record;  // (pages, heads, record_bytes), or null without a shadow
+  const uint8_t* record;  // of (page, head): record_bytes at page * record_page + head * record_head; null: no shadow
   const uint32_t* low;    // (pages, heads, blocks, groups, 16)
-  int64_t record_bytes;
+  int64_t record_bytes, record_page, record_head;
   int32_t heads, page, dim, dtype;
+  const uint8_t* record_of(int64_t id, int head) const { return record + id * record_page + head * record_head; }
 };
 
 // The rows of one step in one layer, and where their results go. A row is `span` query tokens, the last of those cached;
@@ -110,26 +111,6 @@ void prefill(const Pool& pool, const Work& work, int64_t row, int head, int64_t 
 // Largest Euclidean norm of a key among the segments' tokens.
 double key_norm(const Pool& pool, int head, const Segment* segments, int64_t count);
 
-// Memory that will be read soon, fetched a few lines at a time between other work.
-struct Ahead {
-  std::vector<const char*> block;
-  int64_t lines = 1, at = 0, each = 0;  // cache lines of a block; fetched so far, in all blocks; per call of `some`
-  int64_t bytes = 64;  // of a block
-  void reset(int64_t block_bytes) { block.clear(), bytes = block_bytes, lines = (bytes + 63) / 64, at = each = 0; }
-  void add(const void* base, int64_t i) { block.push_back(static_cast<const char*>(base) + i * bytes); }
-  void spread(int64_t calls) {  // over so many calls of `some`
-    each = calls == 0 ? 0 : (static_cast<int64_t>(block.size()) * lines + calls - 1) / calls;
-  }
-  void some() {
-    const int64_t end = std::min<int64_t>(at + each, static_cast<int64_t>(block.size()) * lines);
-    while (at < end) {
-      const int64_t b = at / lines, from = at - b * lines, to = std::min(lines, end - b * lines);
-      for (int64_t i = from; i < to; ++i) simd::prefetch(block[b] + 64 * i);
-      at += to - from;
-    }
-  }
-};
-
 // What the shadow says of one (row, KV head)'s candidate pages; arrays are (group, capacity).
 struct Bounds {
   int64_t count = 0, capacity = 0;
@@ -138,15 +119,15 @@ struct Bounds {
   std::vector<float> mass, upper, lower;              // in units of exp(reference)
   std::vector<int32_t> dots;                          // (capacity, group, blocks, 16): of the planes read so far
   void resize(int group, int64_t count, int blocks);
-  // What is known of some pages of another, their masses included; entry i is its page which[i].
-  void choose(const Bounds& from, const std::vector<int32_t>& which, int group, int blocks);
+  // What is known of the pages of another whose bits are set, sixteen to a mask; entry i is its page which[i].
+  void choose(const Bounds& from, const std::vector<simd::Mask>& taken, int group, int blocks, std::vector<int32_t>* which);
 };
 
 // Bounds of all pages from their high planes; then of those chosen (`Bounds::choose`) from both planes.
 void score_high(const Pool& pool, int head, const std::vector<int64_t>& pages, const Query& query,
                 const float* reference, Bounds* bounds);
 void score_low(const Pool& pool, int head, const std::vector<int64_t>& pages, const std::vector<int32_t>& which,
-               const Query& query, const float* reference, const Bounds& high, Ahead* ahead, Bounds* bounds);
+               const Query& query, const float* reference, const Bounds& high, Bounds* bounds);
 
 // Which pages one query head may drop: ascending by upper bound (ties by place) while
 //   spent + sum of upper <= f (base + sum of lower of the others).
@@ -159,14 +140,15 @@ struct Dropper {
             int32_t* votes);
 };
 
-// Offsets of the parts of a record; see Shadow in backends/kv_cache.py.
+// The parts of a record; see Shadow in backends/kv_cache.py.
 struct Record {
-  int groups, blocks, width;  // groups: 8 channels each; width: 8 groups
-  explicit Record(const Pool& pool)
-      : groups((pool.dim + 7) / 8), blocks((pool.page + 15) / 16), width(8 * groups) {}
+  int groups, blocks;  // 8 channels each; 16 tokens each
+  constexpr Record(int groups, int blocks) : groups(groups), blocks(blocks) {}
+  explicit Record(const Pool& pool) : Record((pool.dim + 7) / 8, (pool.page + 15) / 16) {}
+  int width() const { return 8 * groups; }
   int weight() const { return 16; }
-  int centre() const { return 16 + width; }
-  int high() const { return 16 + 3 * width; }
+  int centre() const { return 16 + width(); }
+  int high() const { return 16 + 3 * width(); }
   int plane() const { return 64 * blocks * groups; }
   int bytes() const { return high() + plane(); }
 };

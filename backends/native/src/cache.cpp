@@ -168,7 +168,7 @@ float summarise_values(Sheet* values, uint16_t* centre) {
 }  // namespace
 
 // Seals `count` pages in `layers` layers. Strides in elements from one layer to the next of k and v; of record, low,
-// value centre (half), value radius the arrays are (layers, pages, heads, ...), contiguous. sealed[i] becomes 0 where
+// value centre (half), value radius the arrays are (layers, pages, heads, ...), contiguous but for the records' strides. sealed[i] becomes 0 where
 // page i has a value that cannot be sealed in some layer.
 extern "C" void entropic_seal(const Pool* pool_, int64_t layers, int64_t pages, const int64_t* ids, int64_t count,
                               uint16_t* value_centre, float* value_radius, uint8_t* sealed, int32_t threads) {
@@ -185,7 +185,8 @@ extern "C" void entropic_seal(const Pool* pool_, int64_t layers, int64_t pages, 
         const int64_t cell = (layer * pages + page) * pool.heads + h;
         bool ok = sheet.read(pool.k, pool.dtype, cell * size);
         if (ok)
-          seal_keys(&sheet, shape, const_cast<uint8_t*>(pool.record) + cell * pool.record_bytes,
+          seal_keys(&sheet, shape,
+                    const_cast<uint8_t*>(pool.record_of(page, h)) + layer * pages * pool.heads * pool.record_bytes,
                     const_cast<uint32_t*>(pool.low) + cell * (shape.plane() / 4));
         ok = sheet.read(pool.v, pool.dtype, cell * size) && ok;
         value_radius[cell] = summarise_values(&sheet, value_centre + cell * pool.dim);

@@ -31,25 +31,26 @@ double mass_of(double ratio) {
   return mass <= 1.0 ? mass : 1.0;
 }
 
-// The sum of `upper` over the pages that all heads voted for, rounded up.
-double voted_sum(const float* upper, const std::vector<int32_t>& votes, int64_t capacity, int group) {
+// The sum of `bound` over the pages in the masks, in float32: off by at most this share of it.
+double sum_over(const std::vector<Mask>& pages, const float* bound) {
   Vec total = zero();
-  for (int64_t p = 0; p < capacity; p += 16) total = total + where_equal(load_ints(votes.data() + p), group, load(upper + p));
-  return sum(total) * (1.0 + (static_cast<double>(capacity) + 64.0) * kUnit);
+  for (size_t i = 0; i < pages.size(); ++i) total = total + where(pages[i], load(bound + 16 * i));
+  return sum(total);
 }
+double summing(int64_t capacity) { return (static_cast<double>(capacity) + 64.0) * kUnit; }
 
 struct Scratch {  // one per thread
   Query query;
   std::vector<Query> queries;
-  Bounds high, low;  // of all pages after the first look; of those left after the second
+  Bounds high, low;  // of all pages after the first look; of those looked at twice
   State state;
-  std::vector<float> weight;
+  std::vector<float> weight, reference;
+  std::vector<double> least, dropped;
   std::vector<Segment> segments;
   std::vector<int64_t> pages;
-  std::vector<int32_t> place, unsure, votes;
-  std::vector<uint8_t> out;
+  std::vector<int32_t> place, twice, votes, kept;
+  std::vector<Mask> gone, agreed, taken;
   Dropper dropper;
-  Ahead ahead;
 };
 
 float* lse_of(const Work& w, const Pool& pool, int64_t row) {
@@ -81,121 +82,182 @@ void visible(const Work& w, const Pool& pool, int64_t row, Parts* out) {
   out->from.push_back(static_cast<int64_t>(out->segments.size()));
 }
 
-void pruned(const Pool& pool, const Work& w, int64_t row, int head, Scratch* s) {
-  const int64_t length = w.length[row], pages = (length + pool.page - 1) / pool.page;
-  const int64_t* table = w.table + row * w.table_stride;
-  const uint8_t* candidate = w.candidate + row * w.table_stride;
-  const int group = w.group, dim = pool.dim;
-  const int64_t heads = static_cast<int64_t>(pool.heads) * group;
-  s->segments.clear(), s->pages.clear(), s->place.clear();
-  for (int64_t p = 0; p < pages; ++p) {
-    if (candidate[p]) {
-      s->pages.push_back(table[p]);
-      s->place.push_back(static_cast<int32_t>(p));
-    } else {
-      s->segments.push_back({table[p], 0, static_cast<int32_t>(std::min<int64_t>(pool.page, length - p * pool.page))});
+// One (row, KV head) with a budget. Masses are relative to e^reference, the fixed pages' own.
+class Pruned {
+ public:
+  Pruned(const Pool& pool, const Work& work, int64_t row, int head, Scratch* scratch)
+      : pool_(pool), w_(work), row_(row), head_(head), s_(scratch), table_(work.table + row * work.table_stride),
+        length_(work.length[row]), pages_((length_ + pool.page - 1) / pool.page), group_(work.group) {}
+
+  void run() {
+    list();
+    s_->query.load(w_, w_.token[row_], head_, pool_);
+    s_->state.reset(group_, pool_.dim);
+    s_->dropped.assign(group_, 0.0), s_->least.assign(group_, 0.0), s_->reference.resize(group_);
+    s_->kept.clear(), s_->twice.clear();
+    read();
+    norm_ = key_norm(pool_, head_, s_->segments.data(), read_);
+    for (int g = 0; g < group_; ++g) s_->reference[g] = static_cast<float>(s_->state.lse(g));
+    measure();
+    const double budget = std::expm1(w_.theta[row_]) * (1.0 - 8.0 * summing(count_));
+    if (known_ && budget > 0.0)
+      look(budget);
+    else
+      keep_the_rest();
+    read();
+    report();
+  }
+
+ private:
+  // The candidates, and what is read in any case.
+  void list() {
+    const uint8_t* candidate = w_.candidate + row_ * w_.table_stride;
+    s_->segments.resize(pages_), s_->pages.resize(pages_), s_->place.resize(pages_);
+    int64_t fixed = 0;
+    for (int64_t p = 0; p < pages_; ++p) {
+      s_->pages[count_] = table_[p], s_->place[count_] = static_cast<int32_t>(p);
+      s_->segments[fixed] = {table_[p], 0, static_cast<int32_t>(std::min<int64_t>(pool_.page, length_ - p * pool_.page))};
+      count_ += candidate[p] != 0, fixed += candidate[p] == 0;
+    }
+    s_->segments.resize(fixed), s_->pages.resize(count_), s_->place.resize(count_);
+  }
+
+  // Attends to what was kept and not yet read.
+  void read() {
+    const int64_t all = static_cast<int64_t>(s_->segments.size());
+    attend(pool_, head_, 1, s_->segments.data() + read_, all - read_, &s_->query, &s_->state, &s_->weight);
+    read_ = all;
+  }
+
+  double slack(int g, double lse) const {  // of the log-sum-exp of what was read
+    const double tokens = static_cast<double>(length_ - (pages_ - read_) * pool_.page);
+    return exact_slack(s_->query.norm[g], norm_, lse, tokens, pool_.dim, w_.softcap);
+  }
+
+  // Lower bounds on the mass of what was read.
+  void measure() {
+    for (int g = 0; g < group_; ++g) {
+      const double lse = s_->state.lse(g), off = slack(g, lse);
+      s_->least[g] = std::exp(lse - static_cast<double>(s_->reference[g]) - off);
+      known_ = known_ && std::isfinite(off) && std::isfinite(s_->least[g]);
     }
   }
-  const int64_t count = static_cast<int64_t>(s->pages.size()), fixed = static_cast<int64_t>(s->segments.size());
-  s->query.load(w, w.token[row], head, pool);
-  s->state.reset(group, dim);
-  attend(pool, head, 1, s->segments.data(), fixed, &s->query, &s->state, &s->weight);
-  double norm = key_norm(pool, head, s->segments.data(), fixed);
 
-  // Masses are relative to e^reference, the fixed pages' own: their lower bound is then 1 less the slack.
-  std::vector<float> reference(group);
-  std::vector<double> base(group);
-  bool known = true;
-  const double fixed_tokens = static_cast<double>(length - count * pool.page);
-  for (int g = 0; g < group; ++g) {
-    const double lse = s->state.lse(g);
-    reference[g] = static_cast<float>(lse);
-    const double slack = exact_slack(s->query.norm[g], norm, lse, fixed_tokens, dim, w.softcap);
-    known = known && std::isfinite(lse) && std::isfinite(slack);
-    base[g] = std::exp(lse - static_cast<double>(reference[g]) - slack);
+  void keep(int64_t i, float norm) {  // candidate i
+    s_->segments.push_back({s_->pages[i], 0, pool_.page});
+    s_->kept.push_back(static_cast<int32_t>(i));
+    norm_ = norm <= norm_ ? norm_ : norm;
   }
-  const double budget = std::expm1(w.theta[row]) * (1.0 - (static_cast<double>(count) + 64.0) * 8.0 * kUnit);
-  std::vector<double> dropped(group, 0.0), kept_least(group, 0.0);
-  s->out.assign(count, 0);
-  s->unsure.clear();
-  if (known && budget > 0.0) {
-    const Bounds &high = s->high, &low = s->low;
-    const auto vote = [&](const std::vector<float>& upper, const std::vector<float>& lower, const Bounds& of, double f) {
-      s->votes.assign(of.capacity, 0);
-      for (int g = 0; g < group; ++g) {
-        const int64_t at = g * of.capacity;
-        s->dropper.vote(upper.data() + at, lower.data() + at, of.count, dropped[g], base[g], f, s->votes.data());
+
+  void keep_the_rest() {
+    std::vector<uint8_t> in(count_, 0);
+    for (int32_t i : s_->kept) in[i] = 1;
+    for (int64_t i = 0; i < count_; ++i) {
+      float norm;
+      std::memcpy(&norm, pool_.record_of(s_->pages[i], head_) + 8, 4);
+      if (!in[i]) keep(i, norm);
+    }
+  }
+
+  // Masks of the pages that all heads would drop.
+  void vote(const std::vector<float>& upper, const std::vector<float>& lower, const Bounds& of, double f,
+            std::vector<Mask>* out) {
+    s_->votes.assign(of.capacity, 0);
+    for (int g = 0; g < group_; ++g) {
+      const int64_t at = g * of.capacity;
+      s_->dropper.vote(upper.data() + at, lower.data() + at, of.count, s_->dropped[g], s_->least[g], f, s_->votes.data());
+    }
+    out->resize(of.capacity / 16);
+    for (size_t i = 0; i < out->size(); ++i)
+      (*out)[i] = equal(load_ints(s_->votes.data() + 16 * i), group_) & first_lanes(of.count - 16 * i);
+  }
+
+  void drop(const std::vector<Mask>& pages, const Bounds& of) {
+    for (int g = 0; g < group_; ++g)
+      s_->dropped[g] += sum_over(pages, of.upper.data() + g * of.capacity) * (1.0 + summing(of.capacity));
+  }
+
+  void look(double budget) {
+    Bounds &high = s_->high, &low = s_->low;
+    score_high(pool_, head_, s_->pages, s_->query, s_->reference.data(), &high);
+    vote(high.upper, high.lower, high, kCoarse * budget, &s_->gone);
+    drop(s_->gone, high);
+
+    // What a second look would likely keep is read without one: its mass is then known, which leaves more to spend.
+    for (int g = 0; g < group_; ++g)
+      for (size_t i = 0; i < s_->gone.size(); ++i) {
+        float* mass = high.mass.data() + g * high.capacity + 16 * i;
+        store(mass, where(static_cast<Mask>(~s_->gone[i]), load(mass)));
       }
-    };
-    const auto drop = [&](const Bounds& of) {
-      for (int g = 0; g < group; ++g)
-        dropped[g] += voted_sum(of.upper.data() + g * of.capacity, s->votes, of.capacity, group);
-    };
-    score_high(pool, head, s->pages, s->query, reference.data(), &s->high);
-    vote(high.upper, high.lower, high, kCoarse * budget);
-    drop(high);
-    for (int64_t p = 0; p < count; ++p) {
-      s->out[p] = s->votes[p] == group;
-      if (!s->out[p]) s->unsure.push_back(static_cast<int32_t>(p));
+    vote(high.mass, high.mass, high, budget, &s_->agreed);
+    s_->taken.resize(s_->gone.size());
+    for (size_t i = 0; i < s_->gone.size(); ++i) {
+      s_->taken[i] = s_->agreed[i] & ~s_->gone[i];
+      for (uint32_t left = first_lanes(count_ - 16 * i) & ~(s_->agreed[i] | s_->gone[i]); left; left &= left - 1) {
+        const int64_t p = 16 * i + __builtin_ctz(left);
+        keep(p, high.norm[p]);
+      }
     }
+    read();
+    measure();
 
-    s->low.choose(high, s->unsure, group, Record(pool).blocks);
-    vote(low.mass, low.mass, low, budget);  // what the second look will likely keep is fetched while it goes on
-    s->ahead.reset(static_cast<int64_t>(pool.page) * dim * (pool.dtype == kFloat ? 4 : 2));
-    const int64_t left = low.count;
-    for (const void* from : {pool.k, pool.v})
-      for (int64_t i = 0; i < left; ++i)
-        if (s->votes[i] != group) s->ahead.add(from, s->pages[s->unsure[i]] * pool.heads + head);
-    s->ahead.spread(left);
-    score_low(pool, head, s->pages, s->unsure, s->query, reference.data(), high, &s->ahead, &s->low);
-    vote(low.upper, low.lower, low, budget);
-    drop(low);
-    for (int64_t i = 0; i < left; ++i) s->out[s->unsure[i]] = s->votes[i] == group;
-
+    low.choose(high, s_->taken, group_, Record(pool_).blocks, &s_->twice);
+    score_low(pool_, head_, s_->pages, s_->twice, s_->query, s_->reference.data(), high, &low);
+    vote(low.upper, low.lower, low, budget, &s_->agreed);
+    drop(s_->agreed, low);
+    s_->taken.resize(s_->agreed.size());
+    for (size_t i = 0; i < s_->taken.size(); ++i) {
+      s_->taken[i] = first_lanes(low.count - 16 * i) & ~s_->agreed[i];
+      for (uint32_t left = s_->taken[i]; left; left &= left - 1) {
+        const int64_t p = 16 * i + __builtin_ctz(left);
+        keep(s_->twice[p], low.norm[p]);
+      }
+    }
     // Once more without cancellation: `vote` takes from a sum, which fails where what is dropped outweighs what is kept.
-    bool within = true;
-    for (int g = 0; g < group; ++g) {
-      kept_least[g] = base[g];
-      for (int64_t i = 0; i < left; ++i)
-        if (s->votes[i] != group) kept_least[g] += low.lower[g * low.capacity + i];
-      within = within && dropped[g] * (1.0 + 2e-9) <= std::expm1(w.theta[row]) * kept_least[g];
+    bool within = known_;
+    for (int g = 0; g < group_; ++g) {
+      s_->least[g] += sum_over(s_->taken, low.lower.data() + g * low.capacity) * (1.0 - summing(low.capacity));
+      within = within && s_->dropped[g] * (1.0 + 2e-9) <= std::expm1(w_.theta[row_]) * s_->least[g];
     }
-    if (!within) s->out.assign(count, 0);
+    if (!within) keep_the_rest();
   }
 
-  const int64_t fixed_end = fixed;
-  for (int64_t p = 0; p < count; ++p) {
-    if (s->out[p]) continue;
-    s->segments.push_back({s->pages[p], 0, pool.page});
-    float scalars[4];
-    std::memcpy(scalars, pool.record + (s->pages[p] * pool.heads + head) * pool.record_bytes, 16);
-    norm = scalars[2] <= norm ? norm : scalars[2];
-  }
-  const int64_t read = static_cast<int64_t>(s->segments.size());
-  attend(pool, head, 1, s->segments.data() + fixed_end, read - fixed_end, &s->query, &s->state, &s->weight);
-
-  const double read_tokens = static_cast<double>(length - (pages - read) * pool.page);
-  for (int g = 0; g < group; ++g) {
-    double mass = 0.0;
-    if (read < pages) {
-      const double lse = s->state.lse(g);
-      const double kept = lse - exact_slack(s->query.norm[g], norm, lse, read_tokens, dim, w.softcap);
-      const double lost = std::log(dropped[g]) + static_cast<double>(reference[g]);
-      const double exact = std::exp(lost - kept + 1e-9 + 1e-15 * (std::fabs(lost) + std::fabs(kept)));
-      mass = std::min(mass_of(exact), mass_of(dropped[g] / kept_least[g] * (1.0 + 1e-9)));
+  void report() {
+    const int64_t heads = static_cast<int64_t>(pool_.heads) * group_;
+    for (int g = 0; g < group_; ++g) {
+      double mass = 0.0;
+      if (read_ < pages_) {
+        const double lse = s_->state.lse(g), kept = lse - slack(g, lse);
+        const double lost = std::log(s_->dropped[g]) + static_cast<double>(s_->reference[g]);
+        const double exact = std::exp(lost - kept + 1e-9 + 1e-15 * (std::fabs(lost) + std::fabs(kept)));
+        mass = std::min(mass_of(exact), mass_of(s_->dropped[g] / s_->least[g] * (1.0 + 1e-9)));
+      }
+      w_.mass[row_ * heads + static_cast<int64_t>(head_) * group_ + g] = mass;
     }
-    w.mass[row * heads + static_cast<int64_t>(head) * group + g] = mass;
+    const int64_t cell = row_ * pool_.heads + head_;
+    w_.read[cell] = static_cast<int32_t>(read_);
+    w_.fine[cell] = static_cast<int32_t>(s_->twice.size());
+    if (w_.kept != nullptr) {
+      uint8_t* kept = w_.kept + cell * w_.table_stride;
+      std::fill(kept, kept + pages_, uint8_t{1});
+      for (int32_t p : s_->place) kept[p] = 0;
+      for (int32_t i : s_->kept) kept[s_->place[i]] = 1;
+    }
+    write_out(w_, pool_, w_.token[row_], head_, s_->state, 0, lse_of(w_, pool_, row_));
   }
-  const int64_t cell = row * pool.heads + head;
-  w.read[cell] = static_cast<int32_t>(read);
-  w.fine[cell] = static_cast<int32_t>(s->unsure.size());
-  if (w.kept != nullptr) {
-    uint8_t* kept = w.kept + cell * w.table_stride;
-    std::fill(kept, kept + pages, uint8_t{1});
-    for (int64_t p = 0; p < count; ++p) kept[s->place[p]] = !s->out[p];
-  }
-  write_out(w, pool, w.token[row], head, s->state, 0, lse_of(w, pool, row));
-}
+
+  const Pool& pool_;
+  const Work& w_;
+  const int64_t row_;
+  const int head_;
+  Scratch* const s_;
+  const int64_t* const table_;
+  const int64_t length_, pages_;
+  const int group_;
+  int64_t count_ = 0, read_ = 0;  // candidates; pages read
+  double norm_ = 0.0;             // at least that of every key read
+  bool known_ = true;             // all masses are finite so far
+};
 
 struct Task {
   enum Kind : int32_t { kPruned, kTokens, kPart } kind;
@@ -247,7 +309,7 @@ extern "C" void entropic_attend(const attention::Pool* pool_, const attention::W
     for (int64_t i; (i = queue.take()) < n;) {
       const Task& task = tasks[i];
       if (task.kind == Task::kPruned) {
-        pruned(pool, w, task.row, task.head, &scratch);
+        Pruned(pool, w, task.row, task.head, &scratch).run();
       } else if (task.kind == Task::kTokens) {
         const int count = static_cast<int>(std::min(block, w.span[task.row] - task.at));
         prefill(pool, w, task.row, task.head, task.at, count, &prefilled);

@@ -46,10 +46,26 @@ inline void fetch_row(const T* row, int dim) {
   for (int b = 0; b < dim * static_cast<int>(sizeof(T)); b += 64) prefetch(reinterpret_cast<const char*>(row) + b);
 }
 
+// Of sixteen of its rows, those that head g of a group fetches: the next one at each step whose bit is set.
+template <class T>
+struct Later {
+  const T* row = nullptr;
+  uint32_t steps = 0;
+  Later(const T* rows, int dim, int g, int group) {
+    const int each = (16 + group - 1) / group, mine = std::min(each, 16 - g * each);
+    if (rows == nullptr || mine <= 0) return;
+    row = rows + static_cast<int64_t>(g) * each * dim;
+    for (int i = 0; i < mine; ++i) steps |= 1u << 16 * i / each;
+  }
+  void step(int i, int dim) {
+    if (steps >> i & 1) fetch_row(row, dim), row += dim;
+  }
+};
+
 #if defined(ENTROPIC_AVX512) && defined(__AVX512BF16__)
 // Products of sixteen rows of 32 N channels with head g: as `dot`, everything in registers.
 template <int N>
-inline Vec dots16(const bf16* k, const Query& query, int g, const bf16* next) {
+inline Vec dots16(const bf16* k, const Query& query, int g, Later<bf16> later) {
   const uint16_t* from = query.bf16.data() + static_cast<int64_t>(g) * query.stride;
   __m512bh q[N];
   Vec r[16];
@@ -57,7 +73,7 @@ inline Vec dots16(const bf16* k, const Query& query, int g, const bf16* next) {
   for (int j = 0; j < N; ++j) q[j] = (__m512bh)_mm512_loadu_si512(from + 32 * j);
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) {
-    if (next != nullptr) fetch_row(next + 32 * N * i, 32 * N);
+    later.step(i, 32 * N);
     __m512 acc = _mm512_setzero_ps();
 #pragma GCC unroll 8
     for (int j = 0; j < N; ++j)
@@ -70,13 +86,13 @@ inline Vec dots16(const bf16* k, const Query& query, int g, const bf16* next) {
 
 // Products of the sixteen rows from `k`, of which lo .. hi - 1 are read; the others get 0.
 template <class T>
-inline Vec row_dots(const T* k, int dim, int lo, int hi, const Query& query, int g, const T* next) {
+inline Vec row_dots(const T* k, int dim, int lo, int hi, const Query& query, int g, Later<T> later) {
 #if defined(ENTROPIC_AVX512) && defined(__AVX512BF16__)
   if constexpr (std::is_same_v<T, bf16>) {
     if (query.exact_bf16 && hi - lo == 16) {
-      if (dim == 64) return dots16<2>(k, query, g, next);
-      if (dim == 96) return dots16<3>(k, query, g, next);
-      if (dim == 128) return dots16<4>(k, query, g, next);
+      if (dim == 64) return dots16<2>(k, query, g, later);
+      if (dim == 96) return dots16<3>(k, query, g, later);
+      if (dim == 128) return dots16<4>(k, query, g, later);
     }
   }
 #endif
@@ -88,7 +104,7 @@ inline Vec row_dots(const T* k, int dim, int lo, int hi, const Query& query, int
       r[i] = zero();
       continue;
     }
-    if (next != nullptr) fetch_row(next + static_cast<int64_t>(i) * dim, dim);
+    later.step(i, dim);
 #if defined(ENTROPIC_AVX512) && defined(__AVX512BF16__)
     if constexpr (std::is_same_v<T, bf16>) {
       if (query.exact_bf16) {
@@ -108,7 +124,7 @@ void page_scores(const T* k, int dim, const Segment& segment, const Query& query
   for (int t0 = segment.begin / 16 * 16; t0 < segment.end; t0 += 16) {
     const int lo = std::max(segment.begin - t0, 0), hi = std::min(segment.end - t0, 16);
     const int64_t at = static_cast<int64_t>(t0) * dim;
-    const T* later = next == nullptr ? nullptr : next + at;
+    const Later<T> later(next == nullptr ? nullptr : next + at, dim, g % query.group, query.group);
     Vec s = row_dots(k + at, dim, lo, hi, query, g, later) * set(query.scale);
     if (query.softcap > 0) s = cap(s, query.softcap);
     s = keep_first(s, hi, -kInfinity);

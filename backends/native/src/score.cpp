@@ -18,11 +18,15 @@ constexpr float kChord = 0.0598f;          // ln of how far exp2_above is above,
 constexpr float kChordRounding = 132.0f;   // how far below 2^x it may round, in units of 2^-24
 constexpr float kFlushed = 2e-38f;         // a token's mass that exp makes 0, or exp2_above 2^-126
 constexpr int kPages = 16;
-constexpr int kAhead = 8;  // pages fetched before they are scored
+constexpr int kAhead = 6;  // pages fetched before they are scored
+constexpr int32_t kFirst[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr int kWide = 288;  // channels, with room to write whole vectors
 
+// Short loops over a page must be unrolled: what follows is compiled for the usual records and group sizes (`specialised`).
+#define ENTROPIC_INLINE inline __attribute__((always_inline))
+
 // Weights of a page as 16-bit factors: w << 7.
-inline void spread(const uint8_t* w, int width, int16_t* out) {
+ENTROPIC_INLINE void spread(const uint8_t* w, int width, int16_t* out) {
 #ifdef ENTROPIC_AVX512
   for (int d = 0; d < width; d += 32) {
     const int n = std::min(width - d, 32);
@@ -36,7 +40,7 @@ inline void spread(const uint8_t* w, int width, int16_t* out) {
 
 // qw = round(q16 w / 256), zero past dim; its plain and absolute sums, spread over the lanes.
 template <bool Sums>
-inline void weigh(const int16_t* w, const int16_t* q16, int width, int16_t* qw, Vec* plain, Vec* absolute) {
+ENTROPIC_INLINE void weigh(const int16_t* w, const int16_t* q16, int width, int16_t* qw, Vec* plain, Vec* absolute) {
 #ifdef ENTROPIC_AVX512
   const Ints ones{_mm512_set1_epi16(1)};
   Ints s = int_zero(), a = s;
@@ -60,14 +64,15 @@ inline void weigh(const int16_t* w, const int16_t* q16, int width, int16_t* qw, 
 // Products of B blocks of a plane with G heads, sixteen tokens each. Blocks share what is broadcast, as loads are what
 // limits this loop; two chains of additions each, as one would wait for every product.
 template <int G, int B>
-inline void plane_dots(const uint8_t* plane, int groups, const int16_t (*qw)[kWide], Ints out[B][G]) {
+ENTROPIC_INLINE void plane_dots(const uint8_t* plane, int groups, const int16_t (*qw)[kWide], const char* later, Ints out[B][G]) {
   Ints even[B][G], odd[B][G];
   for (int b = 0; b < B; ++b)
     for (int g = 0; g < G; ++g) even[b][g] = odd[b][g] = int_zero();
   for (int d8 = 0; d8 < groups; ++d8) {
     Ints n[B][4];
     for (int b = 0; b < B; ++b) {
-      const Ints x = load_ints(plane + 64 * (b * groups + d8));
+      if (later != nullptr) prefetch(later + 64 * (b * groups + d8));
+      const Ints x = loaded(load_ints(plane + 64 * (b * groups + d8)));
       n[b][0] = nibbles<0>(x), n[b][1] = nibbles<1>(x), n[b][2] = nibbles<2>(x), n[b][3] = nibbles<3>(x);
     }
     for (int g = 0; g < G; ++g) {
@@ -84,17 +89,18 @@ inline void plane_dots(const uint8_t* plane, int groups, const int16_t (*qw)[kWi
 
 // done(block, head, products) for all blocks of a plane
 template <int G, class Done>
-inline void page_dots(const uint8_t* plane, const Record& shape, const int16_t (*qw)[kWide], Done done) {
+ENTROPIC_INLINE void page_dots(const uint8_t* plane, const Record& shape, const int16_t (*qw)[kWide], const char* later, Done done) {
   for (int block = 0; block < shape.blocks;) {
     const uint8_t* at = plane + static_cast<int64_t>(block) * shape.groups * 64;
+    const char* then = later == nullptr ? nullptr : later + static_cast<int64_t>(block) * shape.groups * 64;
     if (block + 2 <= shape.blocks) {
       Ints acc[2][G];
-      plane_dots<G, 2>(at, shape.groups, qw, acc);
+      plane_dots<G, 2>(at, shape.groups, qw, then, acc);
       for (int g = 0; g < G; ++g) done(block, g, acc[0][g]), done(block + 1, g, acc[1][g]);
       block += 2;
     } else {
       Ints acc[1][G];
-      plane_dots<G, 1>(at, shape.groups, qw, acc);
+      plane_dots<G, 1>(at, shape.groups, qw, then, acc);
       for (int g = 0; g < G; ++g) done(block, g, acc[0][g]);
       block += 1;
     }
@@ -102,27 +108,32 @@ inline void page_dots(const uint8_t* plane, const Record& shape, const int16_t (
 }
 
 // Sums over the lanes of sixteen vectors, of which the first `n` are there.
-inline Vec lane_sums(const float (*from)[16], int n) {
+ENTROPIC_INLINE Vec lane_sums(const float (*from)[16], int n) {
   Vec r[16];
   for (int i = 0; i < 16; ++i) r[i] = i < n ? load(from[i]) : zero();
   return sums(r);
 }
 
 // The masses of n <= 16 pages for G heads: factor dots + offset are scores; `out` is one vector per head.
-template <bool Low, int G>
-inline void masses(const Pool& pool, const Record& shape, const Query& query, int n, const int32_t* dots,
-                   const float (*factor)[kPages], const float (*offset)[kPages], const float* reference, Vec* out) {
-  alignas(64) float mass[G][kPages][16];
+template <bool Low, bool Capped, int G>
+ENTROPIC_INLINE void masses(const Record& shape, int page, float softcap, int n, const int32_t* dots, int64_t stride,
+                            Vec (&factor)[G], Vec (&offset)[G], const float* reference, Vec* out) {
+  alignas(64) float mass[G][kPages][16], f[G][kPages], o[G][kPages];
+  for (int g = 0; g < G; ++g) {
+    if (!Capped) offset[g] = offset[g] - set(reference[g]);
+    if (!Capped && !Low) factor[g] = factor[g] * set(kLog2e), offset[g] = offset[g] * set(kLog2e);
+    store(f[g], factor[g]), store(o[g], offset[g]);
+  }
   for (int i = 0; i < n; ++i) {
     for (int g = 0; g < G; ++g) {
-      const int32_t* from = dots + (i * query.group + g) * shape.blocks * 16;
+      const int32_t* from = dots + i * stride + g * shape.blocks * 16;
       Vec total = zero();
       for (int block = 0; block < shape.blocks; ++block) {
-        Vec s = fma(to_floats(load_ints(from + 16 * block)), set(factor[g][i]), set(offset[g][i]));
-        if (query.softcap > 0) s = cap(s, query.softcap);
-        s = s - set(reference[g]);
-        s = Low ? exp(s) : exp2_above(s * set(kLog2e));
-        const int tokens = pool.page - 16 * block;
+        Vec s = fma(to_floats(load_ints(from + 16 * block)), set(f[g][i]), set(o[g][i]));
+        if (Capped) s = cap(s, softcap) - set(reference[g]);
+        if (Capped && !Low) s = s * set(kLog2e);
+        s = Low ? exp(s) : exp2_above(s);
+        const int tokens = page - 16 * block;
         total = total + (tokens < 16 ? keep_first(s, tokens, 0.0f) : s);
       }
       store(mass[g][i], total);
@@ -131,109 +142,128 @@ inline void masses(const Pool& pool, const Record& shape, const Query& query, in
   for (int g = 0; g < G; ++g) out[g] = lane_sums(mass[g], n);
 }
 
-// Heads g0 .. g0 + G - 1 and pages from .. from + n - 1, sixteen at most, from the high plane alone.
-template <int G>
-void high_batch(const Pool& pool, const Record& shape, int head, const int64_t* pages, int64_t from, int n,
-                int64_t count, const Query& query, int g0, const float* reference, Bounds* b) {
+struct Batch {  // of pages from .. from + n - 1 of `count`, sixteen at most; heads from g0 on
+  const Pool& pool;
+  const Query& query;
+  const float* reference;
+  int head, g0, n;
+  int64_t from, count;
+};
+
+// From the high plane alone, of the pages listed.
+template <int G, bool Capped>
+ENTROPIC_INLINE void high_batch(const Batch& batch, const Record& shape, const int64_t* pages, Bounds* b) {
   alignas(64) int16_t weight[kWide], qw[G][kWide];
-  alignas(64) float part[3][G][kPages][16], scalar[3][kPages] = {}, factor[G][kPages], offset[G][kPages];
-  const auto record_of = [&](int64_t p) { return pool.record + (pages[p] * pool.heads + head) * pool.record_bytes; };
+  alignas(64) float part[3][G][kPages][16], scalar[3][kPages] = {};
+  const Pool& pool = batch.pool;
+  const Query& query = batch.query;
+  const int g0 = batch.g0, n = batch.n;
+  const int64_t from = batch.from;
+  const int16_t* q16 = query.q16.data() + g0 * query.stride;
+  const float* values = query.values.data() + g0 * query.stride;
+  const int64_t stride = query.stride, each = static_cast<int64_t>(query.group) * shape.blocks * 16;
+  int32_t* dots = b->dots.data() + from * each + g0 * shape.blocks * 16;
   for (int i = 0; i < n; ++i) {
-    const uint8_t* record = record_of(from + i);
-    if (g0 == 0 && from + i + kAhead < count) {
-      const uint8_t* later = record_of(from + i + kAhead);
-      for (int64_t at = 0; at < pool.record_bytes; at += 64) prefetch(later + at);
+    const uint8_t* record = pool.record_of(pages[from + i], batch.head);
+    const char* later = nullptr;
+    if (g0 == 0 && from + i + kAhead < batch.count) {
+      later = reinterpret_cast<const char*>(pool.record_of(pages[from + i + kAhead], batch.head));
+      for (int64_t byte = 0; byte < shape.high(); byte += 64) prefetch(later + byte);
+      later += shape.high();
     }
     for (int k = 0; k < 3; ++k) std::memcpy(&scalar[k][i], record + 4 * k, 4);  // step, error, norm
-    spread(record + shape.weight(), shape.width, weight);
+    spread(record + shape.weight(), shape.width(), weight);
     Vec centre[G];
     for (int g = 0; g < G; ++g) {
       Vec plain, absolute;
-      weigh<true>(weight, query.q16.data() + (g0 + g) * query.stride, shape.width, qw[g], &plain, &absolute);
+      weigh<true>(weight, q16 + g * stride, shape.width(), qw[g], &plain, &absolute);
       store(part[0][g][i], plain), store(part[1][g][i], absolute), centre[g] = zero();
     }
     const half* m = reinterpret_cast<const half*>(record + shape.centre());
-    for (int d = 0; d < shape.width; d += 16) {
-      const Vec x = shape.width - d >= 16 ? load(m + d) : load(m + d, shape.width - d);
-      for (int g = 0; g < G; ++g) centre[g] = fma(load(query.values.data() + (g0 + g) * query.stride + d), x, centre[g]);
+    for (int d = 0; d < shape.width(); d += 16) {
+      const Vec x = shape.width() - d >= 16 ? load(m + d) : load(m + d, shape.width() - d);
+      for (int g = 0; g < G; ++g) centre[g] = fma(load(values + g * stride + d), x, centre[g]);
     }
     for (int g = 0; g < G; ++g) store(part[2][g][i], centre[g]);
-    int32_t* dots = b->dots.data() + ((from + i) * query.group + g0) * shape.blocks * 16;
-    page_dots<G>(record + shape.high(), shape, qw, [&](int block, int g, Ints sum) {
-      store_ints(dots + (g * shape.blocks + block) * 16, sum);
-    });
+    int32_t* to = dots + i * each;
+    page_dots<G>(record + shape.high(), shape, qw, later,
+                 [&](int block, int g, Ints sum) { store_ints(to + (g * shape.blocks + block) * 16, sum); });
   }
   const Vec step = load(scalar[0]);
   store(b->step.data() + from, step), store(b->error.data() + from, load(scalar[1]));
   store(b->norm.data() + from, load(scalar[2]));
+  Vec factor[G], offset[G], mass[G];
   for (int g = 0; g < G; ++g) {  // one lane per page
-    const int64_t at = (g0 + g) * b->capacity + from;
+    const int64_t lane = (g0 + g) * b->capacity + from;
     const Vec plain = lane_sums(part[0][g], n), centre = lane_sums(part[2][g], n);
-    store(b->centre.data() + at, centre), store(b->weight_sum.data() + at, plain);
-    store(b->weight_abs.data() + at, lane_sums(part[1][g], n));
+    store(b->centre.data() + lane, centre), store(b->weight_sum.data() + lane, plain);
+    store(b->weight_abs.data() + lane, lane_sums(part[1][g], n));
     const Vec u = set(256.0f * query.alpha[g0 + g]) * step;
-    store(factor[g], set(query.scale) * (set(16.0f) * u));
-    store(offset[g], set(query.scale) * (centre - u * set(120.5f) * plain));
+    factor[g] = set(query.scale) * (set(16.0f) * u);
+    offset[g] = set(query.scale) * (centre - u * set(120.5f) * plain);
   }
-  Vec mass[G];
-  masses<false, G>(pool, shape, query, n, b->dots.data() + (from * query.group + g0) * shape.blocks * 16, factor, offset,
-                  reference + g0, mass);
+  masses<false, Capped, G>(shape, pool.page, query.softcap, n, dots, each, factor, offset, batch.reference + g0, mass);
   for (int g = 0; g < G; ++g) store(b->mass.data() + (g0 + g) * b->capacity + from, mass[g]);
 }
 
 // As high_batch from both planes; page i of `b` is page which[i] of the list and of `high`.
-template <int G>
-void low_batch(const Pool& pool, const Record& shape, int head, const int64_t* pages, const int32_t* which,
-               int64_t from, int n, int64_t count, const Query& query, int g0, const float* reference, const Bounds& high,
-               Ahead* ahead, Bounds* b) {
+template <int G, bool Capped>
+ENTROPIC_INLINE void low_batch(const Batch& batch, const Record& shape, const int64_t* pages, const int32_t* which,
+                               const Bounds& high, Bounds* b) {
   alignas(64) int16_t weight[kWide], qw[G][kWide];
-  alignas(64) float factor[G][kPages], offset[G][kPages];
-  const int64_t low_size = shape.plane() / 4;
-  const auto cell = [&](int64_t i) { return pages[which[i]] * pool.heads + head; };
+  const Pool& pool = batch.pool;
+  const Query& query = batch.query;
+  const int g0 = batch.g0, n = batch.n;
+  const int64_t from = batch.from, low_size = shape.plane() / 4;
+  const auto cell = [&](int64_t i) { return pages[which[i]] * pool.heads + batch.head; };
+  const int16_t* q16 = query.q16.data() + g0 * query.stride;
+  const int64_t stride = query.stride, each = static_cast<int64_t>(query.group) * shape.blocks * 16;
+  int32_t* dots = b->dots.data() + from * each + g0 * shape.blocks * 16;
   for (int i = 0; i < n; ++i) {
-    const uint8_t* record = pool.record + cell(from + i) * pool.record_bytes;
-    if (g0 == 0) {
-      if (from + i + kAhead < count) {
-        const uint32_t* later = pool.low + cell(from + i + kAhead) * low_size;
-        for (int64_t at = 0; at < low_size; at += 16) prefetch(later + at);
-      }
-      ahead->some();
+    const uint8_t* record = pool.record_of(pages[which[from + i]], batch.head);
+    const char* later = nullptr;
+    if (g0 == 0 && from + i + kAhead < batch.count) {
+      later = reinterpret_cast<const char*>(pool.low + cell(from + i + kAhead) * low_size);
     }
-    spread(record + shape.weight(), shape.width, weight);
-    for (int g = 0; g < G; ++g)
-      weigh<false>(weight, query.q16.data() + (g0 + g) * query.stride, shape.width, qw[g], nullptr, nullptr);
-    const int64_t each = static_cast<int64_t>(shape.blocks) * 16;
-    int32_t* dots = b->dots.data() + ((from + i) * query.group + g0) * each;
-    const int32_t* before = high.dots.data() + (which[from + i] * query.group + g0) * each;
-    page_dots<G>(reinterpret_cast<const uint8_t*>(pool.low + cell(from + i) * low_size), shape, qw,
+    spread(record + shape.weight(), shape.width(), weight);
+    for (int g = 0; g < G; ++g) weigh<false>(weight, q16 + g * stride, shape.width(), qw[g], nullptr, nullptr);
+    const int32_t* before = high.dots.data() + which[from + i] * each + g0 * shape.blocks * 16;
+    int32_t* to = dots + i * each;
+    page_dots<G>(reinterpret_cast<const uint8_t*>(pool.low + cell(from + i) * low_size), shape, qw, later,
                  [&](int block, int g, Ints sum) {
-                   const int64_t at = g * each + block * 16;
-                   store_ints(dots + at, shifted_sum(load_ints(before + at), sum));
+                   const int64_t at = (g * shape.blocks + block) * 16;
+                   store_ints(to + at, shifted_sum(load_ints(before + at), sum));
                  });
   }
+  Vec factor[G], offset[G], mass[G];
   for (int g = 0; g < G; ++g) {
-    const int64_t at = (g0 + g) * b->capacity + from;
+    const int64_t lane = (g0 + g) * b->capacity + from;
     const Vec u = set(256.0f * query.alpha[g0 + g]) * load(b->step.data() + from);
-    store(factor[g], set(query.scale) * u);
-    store(offset[g], set(query.scale) * (load(b->centre.data() + at) - u * set(128.0f) * load(b->weight_sum.data() + at)));
+    factor[g] = set(query.scale) * u;
+    offset[g] = set(query.scale) * (load(b->centre.data() + lane) - u * set(128.0f) * load(b->weight_sum.data() + lane));
   }
-  Vec mass[G];
-  masses<true, G>(pool, shape, query, n, b->dots.data() + (from * query.group + g0) * shape.blocks * 16, factor, offset,
-                 reference + g0, mass);
+  masses<true, Capped, G>(shape, pool.page, query.softcap, n, dots, each, factor, offset, batch.reference + g0, mass);
   for (int g = 0; g < G; ++g) store(b->mass.data() + (g0 + g) * b->capacity + from, mass[g]);
 }
 
-// body(heads g0 .. g0 + G - 1 as integral constant G, g0) for all heads, kBlock at a time
+// body(G, Capped, sizes) with what a batch is made for as constants
 template <class Body>
-void each_block(int group, Body body) {
-  for (int g = 0; g < group; g += kBlock) {
-    switch (std::min(group - g, kBlock)) {
-      case 1: body(std::integral_constant<int, 1>(), g); break;
-      case 2: body(std::integral_constant<int, 2>(), g); break;
-      case 3: body(std::integral_constant<int, 3>(), g); break;
-      default: body(std::integral_constant<int, 4>(), g);
+void specialised(int heads, bool capped, const Record& shape, Body body) {
+  const auto sized = [&](auto block, auto cap) {
+    if (shape.groups == 8 && shape.blocks == 2) return body(block, cap, Record(8, 2));
+    if (shape.groups == 16 && shape.blocks == 2) return body(block, cap, Record(16, 2));
+    body(block, cap, shape);
+  };
+  const auto grouped = [&](auto cap) {
+    switch (heads) {
+      case 1: return sized(std::integral_constant<int, 1>(), cap);
+      case 2: return sized(std::integral_constant<int, 2>(), cap);
+      case 3: return sized(std::integral_constant<int, 3>(), cap);
+      default: return sized(std::integral_constant<int, 4>(), cap);
     }
-  }
+  };
+  if (capped) return grouped(std::true_type());
+  grouped(std::false_type());
 }
 
 // upper and lower from mass and the width of its interval; `unread` is 7.5 after the high plane, 0 after both, and
@@ -271,8 +301,8 @@ void widen(const Pool& pool, const Query& query, const float* reference, float u
 void Bounds::resize(int group, int64_t n, int blocks) {
   count = n, capacity = padded(static_cast<int>(n), 16);
   const size_t all = static_cast<size_t>(capacity) * group;
-  for (auto* x : {&step, &error, &norm}) x->assign(capacity, 0.0f);
-  for (auto* x : {&centre, &weight_sum, &weight_abs, &mass, &upper, &lower}) x->assign(all, 0.0f);
+  for (auto* x : {&step, &error, &norm}) x->assign(capacity + 16, 0.0f);  // room for whole vectors from any place
+  for (auto* x : {&centre, &weight_sum, &weight_abs, &mass, &upper, &lower}) x->assign(all + 16, 0.0f);
   if (dots.size() < all * blocks * 16) dots.resize(all * blocks * 16);
 }
 
@@ -282,35 +312,57 @@ void score_high(const Pool& pool, int head, const std::vector<int64_t>& pages, c
   const int64_t count = static_cast<int64_t>(pages.size());
   b->resize(query.group, count, shape.blocks);
   for (int64_t i = 0; i < count; i += kPages)
-    each_block(query.group, [&](auto block, int g0) {
-      high_batch<block.value>(pool, shape, head, pages.data(), i, static_cast<int>(std::min<int64_t>(kPages, count - i)),
-                              count, query, g0, reference, b);
-    });
+    for (int g = 0; g < query.group; g += kBlock) {
+      const int n = static_cast<int>(std::min<int64_t>(kPages, count - i));
+      const Batch batch{pool, query, reference, head, g, n, i, count};
+      specialised(std::min(query.group - g, kBlock), query.softcap > 0, shape,
+                  [&](auto heads, auto capped, const Record& shape) __attribute__((always_inline)) {
+                    high_batch<heads.value, capped.value>(batch, shape, pages.data(), b);
+                  });
+    }
   widen(pool, query, reference, 7.5f, kChord, b);
 }
 
-void Bounds::choose(const Bounds& from, const std::vector<int32_t>& which, int group, int blocks) {
-  resize(group, static_cast<int64_t>(which.size()), blocks);
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t p = which[i];
-    step[i] = from.step[p], error[i] = from.error[p], norm[i] = from.norm[p];
-    for (int g = 0; g < group; ++g) {
-      const int64_t to = g * capacity + i, at = g * from.capacity + p;
-      centre[to] = from.centre[at], mass[to] = from.mass[at];
-      weight_sum[to] = from.weight_sum[at], weight_abs[to] = from.weight_abs[at];
+void Bounds::choose(const Bounds& from, const std::vector<Mask>& taken, int group, int blocks,
+                    std::vector<int32_t>* which) {
+  int64_t n = 0;
+  for (Mask m : taken) n += simd::count(m);
+  resize(group, n, blocks);
+  which->resize(capacity + 16);
+  Ints at = load_ints(kFirst);
+  int64_t to = 0;
+  for (Mask m : taken) {
+    store_ints(which->data() + to, packed(m, at));
+    to += simd::count(m), at = at + set_ints(16);
+  }
+  which->resize(n);
+  const auto take = [&](const std::vector<float>& source, std::vector<float>& target, int g) {
+    const float* read = source.data() + g * from.capacity;
+    float* write = target.data() + g * capacity;  // a row's last vector may reach into the next, written after it
+    for (size_t i = 0; i < taken.size(); ++i) {
+      store(write, packed(taken[i], load(read + 16 * i)));
+      write += simd::count(taken[i]);
     }
+  };
+  take(from.step, step, 0), take(from.error, error, 0), take(from.norm, norm, 0);
+  for (int g = 0; g < group; ++g) {
+    take(from.centre, centre, g);
+    take(from.weight_sum, weight_sum, g), take(from.weight_abs, weight_abs, g);
   }
 }
 
 void score_low(const Pool& pool, int head, const std::vector<int64_t>& pages, const std::vector<int32_t>& which,
-               const Query& query, const float* reference, const Bounds& high, Ahead* ahead, Bounds* b) {
+               const Query& query, const float* reference, const Bounds& high, Bounds* b) {
   const Record shape(pool);
   for (int64_t i = 0; i < b->count; i += kPages)
-    each_block(query.group, [&](auto block, int g0) {
-      low_batch<block.value>(pool, shape, head, pages.data(), which.data(), i,
-                             static_cast<int>(std::min<int64_t>(kPages, b->count - i)), b->count, query, g0, reference,
-                             high, ahead, b);
-    });
+    for (int g = 0; g < query.group; g += kBlock) {
+      const int n = static_cast<int>(std::min<int64_t>(kPages, b->count - i));
+      const Batch batch{pool, query, reference, head, g, n, i, b->count};
+      specialised(std::min(query.group - g, kBlock), query.softcap > 0, shape,
+                  [&](auto heads, auto capped, const Record& shape) __attribute__((always_inline)) {
+                    low_batch<heads.value, capped.value>(batch, shape, pages.data(), which.data(), high, b);
+                  });
+    }
   widen(pool, query, reference, 0.0f, 0.0f, b);
 }
 

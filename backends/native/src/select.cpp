@@ -39,9 +39,10 @@ void sum_cuts(const float* upper, const float* lower, int64_t count, Cut* cuts) 
   for (int64_t i = 0; i < count; i += 16) {
     const Vec a = load(upper + i), b = load(lower + i);
     for (int c = 0; c < N; ++c) {
-      u[c] = u[c] + where_at_most(a, at[c], a);
-      l[c] = l[c] + (b - where_at_most(a, at[c], b));
-      n[c] = n[c] + one_at_most(a, at[c]);
+      const Mask in = at_most(a, at[c]);
+      u[c] = u[c] + where(in, a);
+      l[c] = l[c] + where(static_cast<Mask>(~in), b);
+      n[c] = n[c] + ones(in);
     }
   }
   const double most = std::numeric_limits<float>::max();  // a sum that overflowed is at least that
@@ -81,14 +82,16 @@ void Dropper::vote(const float* upper_bound, const float* lower_bound, int64_t c
 
   const size_t room = static_cast<size_t>(count) + 32;
   if (upper.size() < room) upper.resize(room), lower.resize(room), place.resize(room);
-  const float above = low.limit < 0 ? -1.0f : of_bits(low.limit);
+  const float decided = low.limit < 0 ? -1.0f : of_bits(low.limit);
   int64_t n = 0;
   Ints at = load_ints(kFirst);
   for (int64_t i = 0; i < count; i += 16, at = at + set_ints(16)) {
     const Vec a = load(upper_bound + i);
-    store_ints(votes + i, load_ints(votes + i) + one_at_most(a, set(above)));
-    n += pick(a, load(lower_bound + i), at, static_cast<int>(std::min<int64_t>(count - i, 16)), above, of_bits(high),
-              upper.data() + n, lower.data() + n, place.data() + n);
+    store_ints(votes + i, load_ints(votes + i) + ones(at_most(a, set(decided))));
+    const Mask in = at_most(a, set(of_bits(high))) & above(a, set(decided)) & first_lanes(count - i);
+    store(upper.data() + n, packed(in, a)), store(lower.data() + n, packed(in, load(lower_bound + i)));
+    store_ints(place.data() + n, packed(in, at));
+    n += simd::count(in);
   }
   store(upper.data() + n, set(kInfinity)), store(lower.data() + n, zero());
   double gone = spent + low.upper, rest = base + low.others;

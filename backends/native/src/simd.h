@@ -16,6 +16,10 @@
 
 namespace simd {
 
+using Mask = uint16_t;  // one bit per lane
+inline Mask first_lanes(int64_t n) { return static_cast<Mask>(n >= 16 ? 0xffff : (1 << n) - 1); }
+inline int count(Mask m) { return __builtin_popcount(m); }
+
 using bf16 = uint16_t;
 struct half {
   uint16_t bits;
@@ -119,14 +123,13 @@ inline Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline float sum(Vec a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(Vec a) { return _mm512_reduce_max_ps(a.v); }
-// value where a <= limit, else 0 (NaN gives 0)
-inline Vec where_at_most(Vec a, Vec limit, Vec value) {
-  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a.v, limit.v, _CMP_LE_OQ), value.v)};
-}
-// value where a == n, else 0
-inline Vec where_equal(Ints a, int32_t n, Vec value) {
-  return {_mm512_maskz_mov_ps(_mm512_cmpeq_epi32_mask(a.v, _mm512_set1_epi32(n)), value.v)};
-}
+inline Mask at_most(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ); }  // NaN: no
+inline Mask above(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
+inline Mask equal(Ints a, int32_t n) { return _mm512_cmpeq_epi32_mask(a.v, _mm512_set1_epi32(n)); }
+inline Vec where(Mask m, Vec a) { return {_mm512_maskz_mov_ps(m, a.v)}; }  // else 0
+inline Ints ones(Mask m) { return {_mm512_maskz_set1_epi32(m, 1)}; }       // else 0
+inline Vec packed(Mask m, Vec a) { return {_mm512_maskz_compress_ps(m, a.v)}; }  // the lanes of m first, then 0
+inline Ints packed(Mask m, Ints a) { return {_mm512_maskz_compress_epi32(m, a.v)}; }
 inline Vec keep_first(Vec a, int n, float other) { return {_mm512_mask_mov_ps(_mm512_set1_ps(other), first(n), a.v)}; }
 
 inline Vec exp(Vec a) {
@@ -155,16 +158,6 @@ inline Vec exp2_above(Vec x) {
   return {_mm512_castsi512_ps(_mm512_cvtps_epi32(bits))};
 }
 
-// Appends (a, b, c) of the first n lanes with above < a <= limit to a list; returns how many.
-inline int pick(Vec a, Vec b, Ints c, int n, float above, float limit, float* to_a, float* to_b, int32_t* to_c) {
-  __mmask16 in = _mm512_mask_cmp_ps_mask(first(n), a.v, _mm512_set1_ps(limit), _CMP_LE_OQ);
-  in = _mm512_mask_cmp_ps_mask(in, a.v, _mm512_set1_ps(above), _CMP_GT_OQ);
-  _mm512_storeu_ps(to_a, _mm512_maskz_compress_ps(in, a.v));
-  _mm512_storeu_ps(to_b, _mm512_maskz_compress_ps(in, b.v));
-  _mm512_storeu_si512(to_c, _mm512_maskz_compress_epi32(in, c.v));
-  return __builtin_popcount(in);
-}
-
 // In each lane the sums of a[j] and of b[j] over the lanes j that come no later in ascending order of a, ties by lane.
 inline void sums_in_order(const float* a, const float* b, Vec* sum_a, Vec* sum_b) {
   const __m512 x = _mm512_loadu_ps(a);
@@ -183,14 +176,14 @@ inline void sums_in_order(const float* a, const float* b, Vec* sum_a, Vec* sum_b
 
 inline Ints int_zero() { return {_mm512_setzero_si512()}; }
 inline Ints load_ints(const void* p) { return {_mm512_loadu_si512(p)}; }
+inline Ints loaded(Ints a) {  // in a register: a compiler may load again for every use
+  asm("" : "+v"(a.v));
+  return a;
+}
 inline void store_ints(void* p, Ints a) { _mm512_storeu_si512(p, a.v); }
 inline Ints set_ints(int32_t x) { return {_mm512_set1_epi32(x)}; }
 inline Vec to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 inline int32_t sum(Ints a) { return _mm512_reduce_add_epi32(a.v); }
-// 1 where a <= limit, else 0
-inline Ints one_at_most(Vec a, Vec limit) {
-  return {_mm512_maskz_set1_epi32(_mm512_cmp_ps_mask(a.v, limit.v, _CMP_LE_OQ), 1)};
-}
 // the int16 pair of nibbles i and i + 4 of each lane
 template <int I>
 inline Ints nibbles(Ints x) {
@@ -200,6 +193,11 @@ inline Ints set_pair(const int16_t* p) {  // the same two int16 in every lane
   int32_t pair;
   std::memcpy(&pair, p, 4);
   return {_mm512_set1_epi32(pair)};
+}
+inline void store_int16(int16_t* p, Vec a) {  // rounded to nearest, within +-32767; NaN to anything
+  const Vec low = set(-32767.0f), high = set(32767.0f);
+  const __m512i x = _mm512_cvtps_epi32(_mm512_max_ps(low.v, _mm512_min_ps(high.v, a.v)));
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(x));
 }
 inline Ints operator+(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
 // 16 a + b
@@ -289,13 +287,36 @@ inline float largest(Vec a) {
   ENTROPIC_EACH o = a.v[i] > o ? a.v[i] : o;
   return o;
 }
-inline Vec where_at_most(Vec a, Vec limit, Vec value) {
-  ENTROPIC_EACH value.v[i] = a.v[i] <= limit.v[i] ? value.v[i] : 0.0f;
-  return value;
+inline Mask at_most(Vec a, Vec b) {
+  Mask m = 0;
+  ENTROPIC_EACH m |= (a.v[i] <= b.v[i]) << i;
+  return m;
 }
-inline Vec where_equal(Ints a, int32_t n, Vec value) {
-  ENTROPIC_EACH value.v[i] = a.v[i] == n ? value.v[i] : 0.0f;
-  return value;
+inline Mask above(Vec a, Vec b) {
+  Mask m = 0;
+  ENTROPIC_EACH m |= (a.v[i] > b.v[i]) << i;
+  return m;
+}
+inline Mask equal(Ints a, int32_t n) {
+  Mask m = 0;
+  ENTROPIC_EACH m |= (a.v[i] == n) << i;
+  return m;
+}
+inline Vec where(Mask m, Vec a) {
+  ENTROPIC_EACH a.v[i] = m >> i & 1 ? a.v[i] : 0.0f;
+  return a;
+}
+inline Ints ones(Mask m) {
+  Ints o;
+  ENTROPIC_EACH o.v[i] = m >> i & 1;
+  return o;
+}
+template <class T>
+inline T packed(Mask m, T a) {
+  T o{};
+  int n = 0;
+  ENTROPIC_EACH if (m >> i & 1) o.v[n++] = a.v[i];
+  return o;
 }
 inline Vec keep_first(Vec a, int n, float other) {
   ENTROPIC_EACH a.v[i] = i < n ? a.v[i] : other;
@@ -313,12 +334,6 @@ inline Vec exp2_above(Vec a) {
   }
   return a;
 }
-inline int pick(Vec a, Vec b, Ints c, int n, float above, float limit, float* to_a, float* to_b, int32_t* to_c) {
-  int found = 0;
-  for (int i = 0; i < n; ++i)
-    if (a.v[i] > above && a.v[i] <= limit) to_a[found] = a.v[i], to_b[found] = b.v[i], to_c[found++] = c.v[i];
-  return found;
-}
 inline void sums_in_order(const float* a, const float* b, Vec* sum_a, Vec* sum_b) {
   *sum_a = *sum_b = zero();
   for (int j = 0; j < 16; ++j)
@@ -335,6 +350,7 @@ inline Ints load_ints(const void* p) {
   std::memcpy(o.v, p, 64);
   return o;
 }
+inline Ints loaded(Ints a) { return a; }
 inline void store_ints(void* p, Ints a) { std::memcpy(p, a.v, 64); }
 inline Vec to_floats(Ints a) {
   Vec o;
@@ -346,11 +362,6 @@ inline int32_t sum(Ints a) {
   ENTROPIC_EACH o += a.v[i];
   return o;
 }
-inline Ints one_at_most(Vec a, Vec limit) {
-  Ints o;
-  ENTROPIC_EACH o.v[i] = a.v[i] <= limit.v[i];
-  return o;
-}
 template <int I>
 inline Ints nibbles(Ints x) {
   ENTROPIC_EACH x.v[i] = static_cast<int32_t>((static_cast<uint32_t>(x.v[i]) >> (4 * I)) & 0x000f000fu);
@@ -360,6 +371,12 @@ inline Ints set_pair(const int16_t* p) {
   int32_t pair;
   std::memcpy(&pair, p, 4);
   return set_ints(pair);
+}
+inline void store_int16(int16_t* p, Vec a) {
+  ENTROPIC_EACH {
+    const float x = a.v[i] <= 32767.0f ? a.v[i] : 32767.0f;
+    p[i] = static_cast<int16_t>(std::nearbyint(x >= -32767.0f ? x : -32767.0f));
+  }
 }
 inline Ints operator+(Ints a, Ints b) {
   ENTROPIC_EACH a.v[i] += b.v[i];
