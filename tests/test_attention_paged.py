@@ -267,7 +267,7 @@ def test_a_row_that_overflows_is_dense_and_leaves_its_neighbour_alone() -> None:
         step(cache, single_row_plan(0, n - 1, table[r], samples=False), q[:, past], k[:, past], v[:, past])
     now = [n - 1 for n in total]
     q[:, now[0]] = torch.inf
-    plan = rows_plan(now, [1, 1], [0.3, 0.3], table)
+    plan = rows_plan(now, [1, 1], [0.5, 0.5], table)
     out, batch = step(cache, plan, q[:, now], k[:, now], v[:, now])
     stats = batch.statistics()
     assert stats.kept_fraction[0] == 1.0
@@ -310,7 +310,7 @@ def test_bytes_read_are_the_shadow_of_the_candidates_plus_the_kept_pages() -> No
     fixed = tokens * cache.token_bytes + 5 * cache.score_page_bytes
     low_planes = (batch.statistics().kv_bytes - fixed) / cache.low_page_bytes
     assert low_planes.is_integer()
-    assert kept - 2 <= low_planes <= 5  # a page that is read is one the first look could not drop
+    assert 7 - kept <= low_planes < 5  # dropped by both planes; some pages are read at once, none dropped by one
     _, full = decode_last(poisoned(1, 8, 7, 16), list(range(7)), q, k, v)
     assert full.statistics().kv_bytes == n * cache.token_bytes
 

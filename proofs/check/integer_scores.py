@@ -25,8 +25,8 @@ def _gamma(n: int, unit: Fraction = _U) -> Fraction:
 
 
 def per_channel() -> Fraction:
-    """Bound |q w / (256 alpha) - qw|: q / alpha of at most 32,767 to the nearest, then by w / 256."""
-    return (Fraction(1, 2) + 32768 * _U) * Fraction(255, 256) + Fraction(1, 2)
+    """Bound |q w / (256 alpha) - qw|: q by 1 / alpha, of at most 32,767, to the nearest, then by w / 256."""
+    return (Fraction(1, 2) + 32768 * _gamma(2)) * Fraction(255, 256) + Fraction(1, 2)
 
 
 def exp_error() -> Fraction:
@@ -63,8 +63,9 @@ def integer_gaps(page_tokens: int, pages: int, head_size: int) -> dict[str, Frac
     chord = -log(ln2.lo, _BITS).lo - 1 + ln2.hi  # most of ln(1 + f) - f ln 2
     cut = Fraction(1, 2**17)  # bits of 2^x near 2^30 are rounded to 128, and one is 2^-23
     granted = Fraction(102, 100) * (1 - _U) ** 3
-    # on W: dots and factor 2 g_3, the offset g_5; scale, fused sum, reference and log2 e 5 u of at most 3 W + C
-    whole, centre = 2 * _gamma(3) + _gamma(5) + 15 * _gamma(1), _gamma(d + 6) + 5 * _gamma(1)
+    # on W: dots and factor 2 g_5, the offset g_8, fused sum 3 u of at most 3 W + C; on C: the sum and the offset. With a
+    # score cap reference and log2 e come after the sum: 2 g_3 + g_5 + 15 u and g_(d+6) + 5 u, which is less.
+    whole, centre = 2 * _gamma(5) + _gamma(8) + 9 * _gamma(1), _gamma(d + 9) + 3 * _gamma(1)
     needed = per_channel()
     return {
         "dot products fit in 31 bits": Fraction(2**31 - 1 - most * 255 * d),
@@ -82,13 +83,14 @@ def integer_gaps(page_tokens: int, pages: int, head_size: int) -> dict[str, Frac
         - max(exp(Fraction(-87), _BITS).hi, _FLUSHED * (1 + cut)) * (1 + 8 * _U),
         # sums over blocks and lanes, two exp, two products, one sum; the rest for the rounding of the slack itself
         "the sum over a page": (16 * blocks + 24) * _U * (1 - _gamma(4)) - _gamma(blocks + 4 + 4 + 4 + 4),
-        "the reference": 8 * (1 - _gamma(4)) - 3 * (1 + _gamma(3)),
+        "the reference": 8 * (1 - _gamma(4)) - 4 * (1 + _gamma(4)),
         "operands below 2^-126": Fraction(1, 10**36) - 17 * _FLUSHED,  # 16 = sqrt(256)
         "the norm of keys": Fraction(1, 10**5) - _gamma(-(-d // 16) + 6),
         "squares below 2^-126": Fraction(4, 10**18) ** 2 - d * _FLUSHED,
         "the sum of dropped pages, float32": (1 + (p + 64) * _U) * (1 - _gamma(4, _W)) * (1 - _U) ** (p // 16 + 5) - 1
         if p <= 2**12
         else (p + 64) * _U * (1 - _gamma(4, _W)) - (p // 16 + 6) * _U * (1 + (p + 64) * _U),
-        "sums over pages, float64": Fraction(1, 10**9) - _gamma(p + 16, _W),
+        "the sum of kept pages, float32": 1 - (1 - (p + 64) * _U) * (1 + _gamma(p // 16 + 6)) * (1 + _gamma(4, _W)),
+        "what was kept, float64": Fraction(1, 10**9) - _gamma(16, _W),
         "the budget, float64": Fraction(2, 10**9) * (1 - 8 * _W) - Fraction(1, 10**9) - 16 * _W,
     }
