@@ -252,6 +252,25 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_the_threads(shape: dict, 
             np.testing.assert_array_equal(getattr(got, name)[r], getattr(said, name)[0])
 
 
+@given(shapes, budgets)
+@settings(max_examples=15)
+def test_a_long_row_shared_by_more_threads_than_it_has_heads_is_the_same(shape: dict, theta: float) -> None:
+    pages = -(-2200 // shape["page"])
+    scene = Scene(**shape, lengths=(pages * shape["page"] - 3, 90), theta=(theta, theta / 2))
+    cache, before = scene.cache(), torch.get_num_threads()
+    try:
+        runs = []
+        for threads in (1, 5):  # four heads at most
+            torch.set_num_threads(threads)
+            runs.append(scene.decode(cache))
+    finally:
+        torch.set_num_threads(before)
+    (out, got), (other, said) = runs
+    assert torch.equal(out, other)
+    for name in ("mass", "read", "fine", "kept", "lse"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(said, name))
+
+
 @given(shapes, st.sampled_from([torch.nan, torch.inf, -torch.inf]))
 @settings(max_examples=25)
 def test_what_is_not_read_is_not_read(shape: dict, poison: float) -> None:

@@ -234,7 +234,7 @@ def test_beyond_what_is_shown_is_unknown(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_constants_of_the_integer_scores_are_those_of_the_sources() -> None:
     folder = Path(__file__).resolve().parents[1] / "backends/native/src"
-    source = {name: (folder / f"{name}.cpp").read_text(encoding="utf-8") for name in ("score", "attend", "decode")}
+    source = {name: (folder / f"{name}.cpp").read_text(encoding="utf-8") for name in ("score", "attend", "pruned")}
     for name, pattern, times in (
         ("score", r"kChord = 0\.0598f", 1),
         ("score", r"kChordRounding = 132\.0f", 1),
@@ -246,13 +246,13 @@ def test_constants_of_the_integer_scores_are_those_of_the_sources() -> None:
         ("attend", r"\* \(1\.0 \+ 1e-5\) \+ 4e-18", 2),
         ("attend", r"top >= 1e-30f", 1),
         ("attend", r"top / 32767\.0f", 1),
-        ("decode", r"1e-36 \* \(query_norm \+ key_norm\)", 1),
-        ("decode", r"\(static_cast<double>\(capacity\) \+ 64\.0\) \* kUnit", 1),
-        ("decode", r"\(1\.0 - 8\.0 \* summing\(count_\)\)", 1),
-        ("decode", r"\(1\.0 \+ summing\(of\.capacity\)\)", 1),
-        ("decode", r"\(1\.0 - summing\(low\.capacity\)\)", 1),
-        ("decode", r"\(1\.0 \+ 2e-9\) <= std::expm1", 1),
-        ("decode", r"/ s_->least\[g\] \* \(1\.0 \+ 1e-9\)", 1),
+        ("pruned", r"1e-36 \* \(query_norm \+ key_norm\)", 1),
+        ("pruned", r"\(static_cast<double>\(capacity\) \+ 64\.0\) \* kUnit", 1),
+        ("pruned", r"\(1\.0 - 8\.0 \* summing\(count_\)\)", 1),
+        ("pruned", r"\(1\.0 \+ summing\(of\.capacity\)\)", 1),
+        ("pruned", r"\(1\.0 - summing\(low_\.capacity\)\)", 1),
+        ("pruned", r"\(1\.0 \+ 2e-9\) <= std::expm1", 1),
+        ("pruned", r"/ least_\[g\] \* \(1\.0 \+ 1e-9\)", 1),
     ):
         assert len(re.findall(pattern, source[name])) == times, pattern
     assert 8 * (integer_scores.MOST_PAGES + 64) * EPS32 >= 1  # no budget is left from there on

@@ -11,8 +11,9 @@ All pruned rows of a step go through at once; their page lists are padded, paddi
 5. Read the chosen pages per KV head, merge with what was read before.
 6. Certify again with the real sum over what was read: m <= U / (U + Z_K).
 
-This is the readable version; the C++ one (``backends.native.decode``) and the Triton one are held to it by tests. The
-Triton one leaves out step 3 and looks twice at those pages too: reading them apart would take three more launches a layer.
+This is the readable version; the C++ one (``backends/native/src/pruned.cpp``) and the Triton one are held to it by
+tests. The Triton one leaves out step 3 and looks twice at those pages too: reading them apart would take three more
+launches a layer.
 
 Rounding. Let u = 2^-24, g_n = n u / (1 - n u). A float32 dot product of D terms is off by at most g_D sum |q_d k_d|
 in any order of summation, fused or not. Hence, with the scale's own rounding and the product by it,

@@ -1,6 +1,6 @@
 """Rounding of the C++ decode attention: integer scores of the shadow, sums over pages, certificates (theorem 9).
 
-The numbers granted are those of ``backends/native/src/{score,attend,decode,simd}``; each gap is granted less needed.
+The numbers granted are those of ``backends/native/src/{score,attend,pruned,simd}``; each gap is granted less needed.
 With W = sum |q_d| w_d 128 a and C = sum |q_d m_d|, W + C <= |q| N for the stored norm N (Cauchy-Schwarz). Source: ours.
 """
 

@@ -72,8 +72,8 @@ double key_norm_typed(const Pool& pool, int head, const Segment* segments, int64
       most = max(most, norms), total = total + norms;
     }
   }
-  const float all = sum(total);  // NaN if any is
-  return std::sqrt(static_cast<double>(std::isnan(all) ? all : largest(most))) * (1.0 + 1e-5) + 4e-18;  // < 2^-126 may be lost
+  const float all = sum(total), square = std::isnan(all) ? all : largest(most);  // NaN if any is
+  return std::sqrt(static_cast<double>(square)) * (1.0 + 1e-5) + 4e-18;  // squares below 2^-126 may be lost
 }
 
 }  // namespace
@@ -173,7 +173,8 @@ void Query::load(const Work& work, int64_t token, int head, const Pool& pool) {
       const Vec x = simd::load(q + i);
       most = max(most, max(x, zero() - x)), square = fma(x, x, square);
     }
-    norm[g] = std::fabs(static_cast<double>(scale)) * (std::sqrt(static_cast<double>(sum(square))) * (1.0 + 1e-5) + 4e-18);
+    const double size = std::sqrt(static_cast<double>(sum(square))) * (1.0 + 1e-5) + 4e-18;
+    norm[g] = std::fabs(static_cast<double>(scale)) * size;
     // below 1e-30 a query is as good as 0: with keys within float16 its scores are less than 1e-20
     const float top = largest(most);
     alpha[g] = top >= 1e-30f && top < kInfinity ? top / 32767.0f : 0.0f;

@@ -44,6 +44,7 @@ struct Work {
 };
 
 constexpr int kBlock = 4;      // query heads that go through a kernel together
+constexpr int kChunk = 1024;   // tokens whose scores are held before their values are read
 constexpr int kTogether = 12;  // about; query heads whose KV heads' pages are read together
 
 inline int padded(int n, int to) { return (n + to - 1) / to * to; }
@@ -95,6 +96,10 @@ inline int channel(int d, bool pairs) { return pairs ? (d & ~31) + ((d & 4) << 2
 void attend(const Pool& pool, int head, int heads, const Segment* segments, int64_t count, const Query* query,
             State* state, std::vector<float>* scratch);
 
+inline float* lse_of(const Work& w, const Pool& pool, int64_t row) {
+  return w.lse == nullptr ? nullptr : w.lse + row * pool.heads * w.group;
+}
+
 // Writes the state's heads first .. first + group - 1 as the output of a packed token; lse of one entry per head, or null.
 void write_out(const Work& work, const Pool& pool, int64_t token, int head, const State& state, int first, float* lse);
 
@@ -120,14 +125,16 @@ struct Bounds {
   std::vector<int32_t> dots;                          // (capacity, group, blocks, 16): of the planes read so far
   void resize(int group, int64_t count, int blocks);
   // What is known of the pages of another whose bits are set, sixteen to a mask; entry i is its page which[i].
-  void choose(const Bounds& from, const std::vector<simd::Mask>& taken, int group, int blocks, std::vector<int32_t>* which);
+  void choose(const Bounds& from, const std::vector<simd::Mask>& taken, int group, int blocks,
+              std::vector<int32_t>* which);
 };
 
-// Bounds of all pages from their high planes; then of those chosen (`Bounds::choose`) from both planes.
+// Bounds of pages from .. to - 1 from their high planes; then of those chosen (`Bounds::choose`) from both planes. `from`
+// is a multiple of 16, `to` too or the last; `bounds` has its size.
 void score_high(const Pool& pool, int head, const std::vector<int64_t>& pages, const Query& query,
-                const float* reference, Bounds* bounds);
+                const float* reference, int64_t from, int64_t to, Bounds* bounds);
 void score_low(const Pool& pool, int head, const std::vector<int64_t>& pages, const std::vector<int32_t>& which,
-               const Query& query, const float* reference, const Bounds& high, Bounds* bounds);
+               const Query& query, const float* reference, const Bounds& high, int64_t from, int64_t to, Bounds* bounds);
 
 // Which pages one query head may drop: ascending by upper bound (ties by place) while
 //   spent + sum of upper <= f (base + sum of lower of the others).

@@ -168,8 +168,8 @@ float summarise_values(Sheet* values, uint16_t* centre) {
 }  // namespace
 
 // Seals `count` pages in `layers` layers. Strides in elements from one layer to the next of k and v; of record, low,
-// value centre (half), value radius the arrays are (layers, pages, heads, ...), contiguous but for the records' strides. sealed[i] becomes 0 where
-// page i has a value that cannot be sealed in some layer.
+// value centre (half), value radius the arrays are (layers, pages, heads, ...), contiguous but for the records' strides.
+// sealed[i] becomes 0 where page i has a value that cannot be sealed in some layer.
 extern "C" void entropic_seal(const Pool* pool_, int64_t layers, int64_t pages, const int64_t* ids, int64_t count,
                               uint16_t* value_centre, float* value_radius, uint8_t* sealed, int32_t threads) {
   const Pool& pool = *pool_;

@@ -10,8 +10,6 @@ namespace {
 
 using namespace simd;
 
-constexpr int kChunk = 1024;  // tokens whose scores are held before their values are read
-
 #if defined(ENTROPIC_AVX512) && defined(__AVX512BF16__)
 inline Vec dot(const bf16* k, const Query& query, int g, int dim) {
   const uint16_t* q = query.bf16.data() + static_cast<int64_t>(g) * query.stride;

@@ -64,7 +64,8 @@ ENTROPIC_INLINE void weigh(const int16_t* w, const int16_t* q16, int width, int1
 // Products of B blocks of a plane with G heads, sixteen tokens each. Blocks share what is broadcast, as loads are what
 // limits this loop; two chains of additions each, as one would wait for every product.
 template <int G, int B>
-ENTROPIC_INLINE void plane_dots(const uint8_t* plane, int groups, const int16_t (*qw)[kWide], const char* later, Ints out[B][G]) {
+ENTROPIC_INLINE void plane_dots(const uint8_t* plane, int groups, const int16_t (*qw)[kWide], const char* later,
+                                Ints out[B][G]) {
   Ints even[B][G], odd[B][G];
   for (int b = 0; b < B; ++b)
     for (int g = 0; g < G; ++g) even[b][g] = odd[b][g] = int_zero();
@@ -78,9 +79,15 @@ ENTROPIC_INLINE void plane_dots(const uint8_t* plane, int groups, const int16_t 
     for (int g = 0; g < G; ++g) {
       const int16_t* q = qw[g] + 8 * d8;
       const Ints q0 = set_pair(q), q1 = set_pair(q + 2);
-      for (int b = 0; b < B; ++b) even[b][g] = pairs_dot(even[b][g], n[b][0], q0), odd[b][g] = pairs_dot(odd[b][g], n[b][1], q1);
+      for (int b = 0; b < B; ++b) {
+        even[b][g] = pairs_dot(even[b][g], n[b][0], q0);
+        odd[b][g] = pairs_dot(odd[b][g], n[b][1], q1);
+      }
       const Ints q2 = set_pair(q + 4), q3 = set_pair(q + 6);
-      for (int b = 0; b < B; ++b) even[b][g] = pairs_dot(even[b][g], n[b][2], q2), odd[b][g] = pairs_dot(odd[b][g], n[b][3], q3);
+      for (int b = 0; b < B; ++b) {
+        even[b][g] = pairs_dot(even[b][g], n[b][2], q2);
+        odd[b][g] = pairs_dot(odd[b][g], n[b][3], q3);
+      }
     }
   }
   for (int b = 0; b < B; ++b)
@@ -89,7 +96,8 @@ ENTROPIC_INLINE void plane_dots(const uint8_t* plane, int groups, const int16_t 
 
 // done(block, head, products) for all blocks of a plane
 template <int G, class Done>
-ENTROPIC_INLINE void page_dots(const uint8_t* plane, const Record& shape, const int16_t (*qw)[kWide], const char* later, Done done) {
+ENTROPIC_INLINE void page_dots(const uint8_t* plane, const Record& shape, const int16_t (*qw)[kWide], const char* later,
+                               Done done) {
   for (int block = 0; block < shape.blocks;) {
     const uint8_t* at = plane + static_cast<int64_t>(block) * shape.groups * 64;
     const char* then = later == nullptr ? nullptr : later + static_cast<int64_t>(block) * shape.groups * 64;
@@ -246,7 +254,7 @@ ENTROPIC_INLINE void low_batch(const Batch& batch, const Record& shape, const in
   for (int g = 0; g < G; ++g) store(b->mass.data() + (g0 + g) * b->capacity + from, mass[g]);
 }
 
-// body(G, Capped, sizes) with what a batch is made for as constants
+// body(G, Capped, record) with what a batch is made for as constants
 template <class Body>
 void specialised(int heads, bool capped, const Record& shape, Body body) {
   const auto sized = [&](auto block, auto cap) {
@@ -268,7 +276,8 @@ void specialised(int heads, bool capped, const Record& shape, Body body) {
 
 // upper and lower from mass and the width of its interval; `unread` is 7.5 after the high plane, 0 after both, and
 // `above` how far (in nats) the mass may lie above what it stands for.
-void widen(const Pool& pool, const Query& query, const float* reference, float unread, float above, Bounds* b) {
+void widen(const Pool& pool, const Query& query, const float* reference, float unread, float above, int64_t from,
+           int64_t to, Bounds* b) {
   const float dim = static_cast<float>(pool.dim), terms = static_cast<float>(padded(pool.page, 16));
   const float below = above > 0.0f ? kChordRounding : 0.0f, flushed = terms * kFlushed;
   const float unscaled = 1.0f / std::min(std::fabs(query.scale), 1.0f);
@@ -277,7 +286,7 @@ void widen(const Pool& pool, const Query& query, const float* reference, float u
     const float norm_q = static_cast<float>(query.norm[g]), rounding = norm_q * (dim + 32.0f) * kUnit * 1.01f;
     const float always = 8.0f * kUnit * std::fabs(reference[g]) + (terms + 24.0f + below) * kUnit + 8.0f * kUnit * query.softcap;
     const int64_t row = g * b->capacity;
-    for (int64_t p = 0; p < b->capacity; p += 16) {
+    for (int64_t p = from; p < to; p += 16) {
       const Vec a = load(b->step.data() + p), e = load(b->error.data() + p), norm = load(b->norm.data() + p);
       const Vec reach = (load(b->weight_abs.data() + row + p) + set(1.02f * dim)) * fma(set(unread), a, e);
       const Vec rounded = a * set(1.02f * 128.0f * dim);
@@ -307,20 +316,17 @@ void Bounds::resize(int group, int64_t n, int blocks) {
 }
 
 void score_high(const Pool& pool, int head, const std::vector<int64_t>& pages, const Query& query,
-                const float* reference, Bounds* b) {
-  const Record shape(pool);
-  const int64_t count = static_cast<int64_t>(pages.size());
-  b->resize(query.group, count, shape.blocks);
-  for (int64_t i = 0; i < count; i += kPages)
+                const float* reference, int64_t from, int64_t to, Bounds* b) {
+  for (int64_t i = from; i < to; i += kPages)
     for (int g = 0; g < query.group; g += kBlock) {
-      const int n = static_cast<int>(std::min<int64_t>(kPages, count - i));
-      const Batch batch{pool, query, reference, head, g, n, i, count};
-      specialised(std::min(query.group - g, kBlock), query.softcap > 0, shape,
+      const int n = static_cast<int>(std::min<int64_t>(kPages, to - i));
+      const Batch batch{pool, query, reference, head, g, n, i, b->count};
+      specialised(std::min(query.group - g, kBlock), query.softcap > 0, Record(pool),
                   [&](auto heads, auto capped, const Record& shape) __attribute__((always_inline)) {
                     high_batch<heads.value, capped.value>(batch, shape, pages.data(), b);
                   });
     }
-  widen(pool, query, reference, 7.5f, kChord, b);
+  widen(pool, query, reference, 7.5f, kChord, from, to, b);
 }
 
 void Bounds::choose(const Bounds& from, const std::vector<Mask>& taken, int group, int blocks,
@@ -352,18 +358,17 @@ void Bounds::choose(const Bounds& from, const std::vector<Mask>& taken, int grou
 }
 
 void score_low(const Pool& pool, int head, const std::vector<int64_t>& pages, const std::vector<int32_t>& which,
-               const Query& query, const float* reference, const Bounds& high, Bounds* b) {
-  const Record shape(pool);
-  for (int64_t i = 0; i < b->count; i += kPages)
+               const Query& query, const float* reference, const Bounds& high, int64_t from, int64_t to, Bounds* b) {
+  for (int64_t i = from; i < to; i += kPages)
     for (int g = 0; g < query.group; g += kBlock) {
-      const int n = static_cast<int>(std::min<int64_t>(kPages, b->count - i));
+      const int n = static_cast<int>(std::min<int64_t>(kPages, to - i));
       const Batch batch{pool, query, reference, head, g, n, i, b->count};
-      specialised(std::min(query.group - g, kBlock), query.softcap > 0, shape,
+      specialised(std::min(query.group - g, kBlock), query.softcap > 0, Record(pool),
                   [&](auto heads, auto capped, const Record& shape) __attribute__((always_inline)) {
                     low_batch<heads.value, capped.value>(batch, shape, pages.data(), which.data(), high, b);
                   });
     }
-  widen(pool, query, reference, 0.0f, 0.0f, b);
+  widen(pool, query, reference, 0.0f, 0.0f, from, to, b);
 }
 
 }  // namespace attention
