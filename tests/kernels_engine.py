@@ -71,7 +71,8 @@ def test_the_engine_writes_the_same_tokens_and_reads_as_much(monkeypatch: pytest
     assert tokens == want
     assert len(results) == len(same)
     for a, b in zip(results, same, strict=True):
-        np.testing.assert_allclose(a.kept_fraction, b.kept_fraction, atol=0.09)  # a page: Triton looks twice at all it keeps
+        # Triton looks twice at all it keeps, and so may keep one page more
+        np.testing.assert_allclose(a.kept_fraction, b.kept_fraction, atol=0.09)
         assert 0.97 * b.kv_bytes <= a.kv_bytes <= 1.15 * b.kv_bytes
         assert (a.certificate_max <= 0.5).all()
     pruned = sum(bool((r.kept_fraction < 1).any()) for r in results)

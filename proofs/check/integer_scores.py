@@ -63,8 +63,8 @@ def integer_gaps(page_tokens: int, pages: int, head_size: int) -> dict[str, Frac
     chord = -log(ln2.lo, _BITS).lo - 1 + ln2.hi  # most of ln(1 + f) - f ln 2
     cut = Fraction(1, 2**17)  # bits of 2^x near 2^30 are rounded to 128, and one is 2^-23
     granted = Fraction(102, 100) * (1 - _U) ** 3
-    # on W: dots and factor 2 g_5, the offset g_8, fused sum 3 u of at most 3 W + C; on C: the sum and the offset. With a
-    # score cap reference and log2 e come after the sum: 2 g_3 + g_5 + 15 u and g_(d+6) + 5 u, which is less.
+    # on W: dots and factor 2 g_5, the offset g_8, fused sum 3 u of at most 3 W + C; on C: the sum and the offset.
+    # With a score cap reference and log2 e come after the sum: 2 g_3 + g_5 + 15 u and g_(d+6) + 5 u, which is less.
     whole, centre = 2 * _gamma(5) + _gamma(8) + 9 * _gamma(1), _gamma(d + 9) + 3 * _gamma(1)
     needed = per_channel()
     return {
