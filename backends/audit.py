@@ -136,8 +136,10 @@ class LiveAudit(AuditTable):
     @contextmanager
     def _timed(self) -> Iterator[None]:
         before = self._clock()
-        yield
-        self.seconds += self._clock() - before
+        try:
+            yield
+        finally:
+            self.seconds += self._clock() - before
 
     def add(
         self, plan: StepPlan, rows: IntArray, kl: FloatArray, dense_entropy: FloatArray, pruned_entropy: FloatArray

@@ -32,7 +32,7 @@ from backends.decoder_layout import Layout, NotCoveredError, read
 from backends.decoder_witness import distance, plain_attention, witness
 from backends.kv_cache import PagedKVCache
 from backends.models import LoadedModel
-from backends.native import LayerRule
+from backends.native import LayerRules
 from backends.weight_block import gather
 from entropic_ctl.errors import BadInputError
 
@@ -64,7 +64,7 @@ class FusedDecoder:
         self._heads, self._kv_heads = first["q"][0].shape[0] // self._dim, first["k"][0].shape[0] // self._dim
         self._hidden, self._inner = first["q"][0].shape[1], first["gate"][0].shape[0]
         self._options: list[dict[str, Any]] = []
-        self._rules: list[LayerRule] = []
+        self._rules = LayerRules([])
         self._tables: tuple[list[Tensor], list[Tensor]] | None = None
         types = getattr(layout.rotary, "rope_type", None)
         self._fixed = set(types.values() if isinstance(types, dict) else [types]) <= _ANGLES_FIXED
@@ -112,7 +112,11 @@ class FusedDecoder:
             Raw logits of the sampling rows, in row order, with values of the model's dtype.
         """
         cache = batch.cache
-        fits = (cache.n_layers, cache.n_kv_heads, cache.head_dim) == (len(self._rules), self._kv_heads, self._dim)
+        fits = (cache.n_layers, cache.n_kv_heads, cache.head_dim) == (
+            len(self._layout.layers),
+            self._kv_heads,
+            self._dim,
+        )
         if fits and runs_at_once(batch, self._layout.dtype):
 
             def at_once(step: abi.Step, query: Tensor, out: Tensor) -> None:
@@ -156,7 +160,7 @@ class FusedDecoder:
             cos=(ctypes.c_void_p * 2)(*(table.data_ptr() for table in cos)),
             sin=(ctypes.c_void_p * 2)(*(table.data_ptr() for table in sin)),
             logits=abi.address(logits),
-            **{name: abi.address(getattr(self, f"_{name}")) for name in ("x", "h", "q", "k", "v", "mlp", "attention")},
+            **self._places,
         )
         walk(step, self._q[:n], self._attention[:n])
         if self._layout.softcap is not None:
@@ -180,6 +184,8 @@ class FusedDecoder:
                 (self._kv_heads, self._dim),
             )
         )
+        names = ("x", "h", "q", "k", "v", "mlp", "attention")
+        self._places = {name: abi.address(getattr(self, f"_{name}")) for name in names}
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Return (row of each token, cos tables, sin tables), the tables float32 (rows, rotary), one per kind."""
@@ -262,7 +268,7 @@ class FusedDecoder:
         if [int(call.module.layer_idx) for call in theirs] != list(range(len(self._layout.layers))):
             raise NotCoveredError("its layers do not call the attention once each, in order")
         self._options = [call.options for call in theirs]
-        self._rules = [layer_rule(self._dim, **options) for options in self._options]
+        self._rules = LayerRules([layer_rule(self._dim, **options) for options in self._options])
         tolerance = _TOLERANCE[self._layout.dtype]
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -383,6 +383,9 @@ class Engine:
         params = [job.params for job, _ in shown]
         processed = process(logits, params, [job.seen(ahead) for job, ahead in shown])
         tempered = self.loop.temper(self._sampling.view(logits, processed), at.count if self._drafter else None)
+        alive = tempered.valid  # which says all about the raw logits
+        if processed is not logits:
+            alive = alive & np.isfinite(row_maxima(processed))
         drawn = sample(
             processed,
             tempered.temperature,
@@ -390,7 +393,7 @@ class Engine:
             params,
             [len(job.output.token_ids) + ahead for job, ahead in shown],
             self._sampling.choose,
-            alive=tempered.valid & np.isfinite(row_maxima(processed)),
+            alive=alive,
         )
         used, drafted, accepted, finished = verify(
             picked, at, drawn, tempered.temperature, self.now(), self.model.eos_ids, self._ending, on_text

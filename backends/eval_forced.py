@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from backends.attention import PagedBatch, register
-from backends.attention.rows import single_row_plan
+from backends.attention.rows import rows_plan, single_row_plan
 from backends.audit import kl_nats
 from backends.eval_arms import Arm
 from backends.jobs import prefix_hashes
@@ -27,7 +27,7 @@ from backends.pieces import Arrays
 from backends.sampling import TorchLogitView
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.policy import Policy
-from entropic_ctl.signals import FloatArray, IntArray, StepPlan
+from entropic_ctl.signals import FloatArray, IntArray
 
 __all__ = ["COLUMNS", "Stretch", "decode_forced"]
 
@@ -153,24 +153,7 @@ class _Decoder:
     def _run(self, step: int, rows: IntArray) -> tuple[Tensor, FloatArray, FloatArray]:
         mine = [self.stretches[row] for row in rows]
         context = np.array([stretch.start + step for stretch in mine], np.int64)
-        none = np.empty(0, np.int64)
-        plan = StepPlan(
-            step=step,
-            now_s=0.0,
-            ids=rows,
-            slots=rows,
-            context=context,
-            n_tokens=np.ones(rows.size, np.int64),
-            samples=np.ones(rows.size, np.bool_),
-            greedy=np.zeros(rows.size, np.bool_),
-            theta_nats=self.policy.theta[rows],
-            n_draft=np.zeros(rows.size, np.int64),
-            paused=none,
-            preempted=none,
-            rejected=(),
-            block_table=self._blocks,
-            allocated=np.empty((0, 3), np.int32),
-        )
+        plan = rows_plan(context, self._blocks[rows], theta_nats=self.policy.theta[rows])
         batch = PagedBatch.from_plan(plan, self.pages.cache, self._protected)
         ids = [stretch.tokens[at] for stretch, at in zip(mine, context.tolist(), strict=True)]
         logits = batch.run(self.model.model, _ids(self.model, ids)).float()

@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from backends.attention import PagedBatch, register
+from backends.attention.rows import rows_plan
 from backends.audit import kl_nats
 from backends.kv_cache import PagedKVCache
 from backends.models import LoadedModel
@@ -27,7 +27,7 @@ from backends.pieces import Arrays
 from backends.sampling import TorchLogitView, to_host
 from entropic_ctl.errors import BadInputError
 from entropic_ctl.pruning.base import PruningConfig
-from entropic_ctl.signals import FloatArray, IntArray, StepPlan
+from entropic_ctl.signals import FloatArray, IntArray
 
 __all__ = ["SurfaceReader"]
 
@@ -86,7 +86,7 @@ class SurfaceReader:
         for start in range(0, n, _CHUNK):
             stop = min(start + _CHUNK, n)
             shown = stop - min(max(first, start), stop - 1)
-            plan = _plan(np.array([start]), np.zeros(1), pages, n_tokens=stop - start, shown=shown)
+            plan = rows_plan(np.array([start]), pages, n_tokens=stop - start, shown=shown)
             batch = PagedBatch.from_plan(plan, self._cache, self._rule)
             logits = batch.run(self._model.model, self._ids[start:stop]).float()
             self._cache.seal(batch)
@@ -152,33 +152,9 @@ class SurfaceReader:
             pool[:, own[0] : own[-1] + 1] = pool.index_select(1, source)
         table = np.tile(np.arange(self._text_pages, dtype=np.int32), (rows.shape[0], 1))
         table[rows, page] = own
-        batch = PagedBatch.from_plan(_plan(position, theta, table), cache, self._rule)
+        batch = PagedBatch.from_plan(rows_plan(position, table, theta_nats=theta), cache, self._rule)
         logits = batch.run(self._model.model, self._ids[torch.from_numpy(position)]).float()
         found, layers = batch.statistics(), cache.n_layers
         dense = (position + 1) * cache.token_bytes
         share = (found.pruned_bytes / dense + layers - found.pruned_layers) / layers
         return logits, found.kept_fraction, share
-
-
-def _plan(
-    context: IntArray, theta: FloatArray, table: npt.NDArray[np.int32], *, n_tokens: int = 1, shown: int = 1
-) -> StepPlan:
-    """Return the plan of R rows that run ``n_tokens`` tokens each and show the logits of the last ``shown``."""
-    rows, none = np.arange(context.shape[0]), np.empty(0, np.int64)
-    return StepPlan(
-        step=0,
-        now_s=0.0,
-        ids=rows,
-        slots=rows,
-        context=context,
-        n_tokens=np.full_like(rows, n_tokens),
-        samples=np.ones(rows.shape, np.bool_),
-        greedy=np.ones(rows.shape, np.bool_),
-        theta_nats=theta,
-        n_draft=np.full_like(rows, shown - 1),
-        paused=none,
-        preempted=none,
-        rejected=(),
-        block_table=table,
-        allocated=np.empty((0, 3), np.int32),
-    )

@@ -260,7 +260,7 @@ class Loop:
                 model, tempered = model[rows], tempered[rows]
             greedy = self.batcher.slots.greedy[slots]
             self.policy.observe(slots, model, tempered, greedy, distinct=outcome.distinct)
-        if result.drafted.shape[0] and self._plan is not None:
+        if self._speculation.draft_tokens and result.drafted.shape[0] and self._plan is not None:
             self._count_drafts(self._plan, result)
         if outcome.freed.shape[0]:
             self._stop(outcome.freed)

@@ -93,7 +93,9 @@ class PagedBatch:
     ----------
     cache : PagedKVCache
     pruning : PruningConfig
-    rows : list of Row
+    packed : AttendRows
+        All rows, on the host. A row may be pruned if its budget is positive; then ``candidate`` marks its full, sealed,
+        unprotected pages.
     page, offset : int64 tensor, shape (T,)
         Where the K and V of each packed token go.
     positions : int64 tensor, shape (T,)
@@ -117,7 +119,7 @@ class PagedBatch:
 
     cache: PagedKVCache
     pruning: PruningConfig
-    rows: list[Row]
+    packed: AttendRows
     page: torch.Tensor
     offset: torch.Tensor
     positions: torch.Tensor
@@ -132,7 +134,7 @@ class PagedBatch:
 
     def __post_init__(self) -> None:
         self._dense_bytes = 0
-        n = len(self.rows)
+        n = self.packed.length.shape[0]
         self._kept, self._pruned_bytes = np.zeros(n), np.zeros(n)
         self._mass_sum, self._mass_max, self._error_max = np.zeros(n), np.zeros(n), np.zeros(n)
         self._layers = np.zeros(n, np.int64)
@@ -154,39 +156,46 @@ class PagedBatch:
         if (plan.theta_nats > 0).any():
             require_full_float32()
         size, device = cache.page_tokens, cache.device
-        lengths = plan.context + plan.n_tokens
-        rows: list[Row] = []
-        pages, offsets, positions = [], [], []
-        start = 0
-        for r in range(plan.n_rows):
-            n, length = int(plan.n_tokens[r]), int(lengths[r])
-            table = np.asarray(plan.pages(r, size), np.int64)
-            _check_row(int(plan.ids[r]), n, length, table, cache)
-            position = np.arange(length - n, length)
-            index = position // size
-            cache.sealed[table[index[0] :]] = False  # they are being written
-            pages.append(table[index])
-            offsets.append(position % size)
-            positions.append(position)
-            theta = float(plan.theta_nats[r]) if n == 1 and plan.samples[r] else 0.0
-            free = np.empty(0, np.int64)
-            if theta > 0.0:
-                may = cache.sealed[table].copy()
-                may[: pruning.sink_pages] = False
-                may[max(0, table.shape[0] - pruning.recent_pages) :] = False
-                free = np.flatnonzero(may)
-                theta = theta if free.size else 0.0
-            rows.append(Row(start, start + n, length - n, length, table, theta, free, device))
-            start += n
+        span, lengths = plan.n_tokens, plan.context + plan.n_tokens
+        n_pages = -(-lengths // size)
+        table = _page_table(plan, n_pages, cache)
+        column = np.arange(table.shape[1])
+        stops = np.cumsum(span)
+        positions = np.arange(span.sum()) + np.repeat(lengths - stops, span)
+        page = table[np.repeat(np.arange(plan.n_rows), span), positions // size]
+        cache.sealed[page] = False  # they are being written
+        theta = np.where((span == 1) & plan.samples, plan.theta_nats, 0.0)
+        candidate = np.zeros(table.shape, np.bool_)
+        if theta.any():
+            candidate = cache.sealed[table] & (column < (n_pages - pruning.recent_pages)[:, None])
+            candidate[:, : pruning.sink_pages] = False
+            candidate[theta <= 0.0] = False
+            theta[~candidate.any(axis=1)] = 0.0
+        shown = plan.n_draft[plan.samples] + 1
+        ahead = np.arange(shown.sum()) - np.repeat(np.cumsum(shown), shown)  # -1 at a row's last position
+        last = np.repeat(stops[plan.samples], shown) + ahead
+        rows = AttendRows(stops - span, lengths, span, table, candidate.view(np.uint8), theta)
+        places = (torch.from_numpy(part).to(device) for part in (page, positions % size, positions, last))
+        return cls(cache, pruning, rows, *places)
 
-        def packed(parts: list[npt.NDArray[np.int64]]) -> torch.Tensor:
-            joined = np.concatenate(parts) if parts else np.empty(0, np.int64)
-            return torch.from_numpy(joined).to(device)
-
-        stops, shown = np.cumsum(plan.n_tokens)[plan.samples], plan.n_draft[plan.samples] + 1
-        ahead = np.arange(int(shown.sum())) - np.repeat(np.cumsum(shown), shown)  # -1 at a row's last position
-        last = torch.from_numpy((np.repeat(stops, shown) + ahead).astype(np.int64)).to(device)
-        return cls(cache, pruning, rows, packed(pages), packed(offsets), packed(positions), last)
+    @cached_property
+    def rows(self) -> list[Row]:
+        """The rows one by one, for what does not take them all at once."""
+        packed, size = self.packed, self.cache.page_tokens
+        spans = zip(packed.token.tolist(), packed.span.tolist(), packed.length.tolist(), strict=True)
+        return [
+            Row(
+                start,
+                start + n,
+                length - n,
+                length,
+                packed.table[r, : -(-length // size)],
+                float(packed.theta_nats[r]),
+                np.flatnonzero(packed.candidate[r]),
+                self.cache.device,
+            )
+            for r, (start, n, length) in enumerate(spans)
+        ]
 
     @cached_property
     def pruned(self) -> PrunedRows:
@@ -194,32 +203,16 @@ class PagedBatch:
         return PrunedRows.of(self.rows, self.cache.page_tokens)
 
     @cached_property
-    def packed(self) -> AttendRows:
-        """All rows, on the host."""
-        return self._on_host(self.rows)
-
-    @cached_property
     def decoding(self) -> AttendRows | None:
         """The rows that run one token, on the host; None if there are none."""
-        rows = [row for row in self.rows if row.stop - row.start == 1]
-        return self._on_host(rows) if rows else None
+        rows, one = self.packed, self.packed.span == 1
+        if not one.any():
+            return None
+        width = -(-int(rows.length[one].max()) // self.cache.page_tokens)
+        table, candidate = (np.ascontiguousarray(part[one, :width]) for part in (rows.table, rows.candidate))
+        return AttendRows(rows.token[one], rows.length[one], rows.span[one], table, candidate, rows.theta_nats[one])
 
-    def _on_host(self, rows: list[Row]) -> AttendRows:
-        width = max((row.pages.shape[0] for row in rows), default=0)
-        table, candidate = np.zeros((len(rows), width), np.int64), np.zeros((len(rows), width), np.uint8)
-        for i, row in enumerate(rows):
-            table[i, : row.pages.shape[0]] = row.pages
-            candidate[i, row.free] = 1
-        return AttendRows(
-            token=np.array([row.start for row in rows], np.int64),
-            length=np.array([row.length for row in rows], np.int64),
-            span=np.array([row.stop - row.start for row in rows], np.int64),
-            table=table,
-            candidate=candidate,
-            theta_nats=np.array([row.theta_nats for row in rows]),
-        )
-
-    def dense_tokens(self, rows: AttendRows, window: int | None, *, prunes: bool) -> int:
+    def dense_tokens(self, rows: AttendRows, window: int | None, prunes: bool) -> int:
         """Return the tokens that the rows without a budget read in one layer; all rows unless it ``prunes``."""
         key = window, prunes
         if key not in self._dense:
@@ -236,7 +229,7 @@ class PagedBatch:
     @property
     def cu_tokens(self) -> IntArray:
         """Row boundaries in the packed axis, shape (R + 1,)."""
-        return np.array([0, *(row.stop for row in self.rows)], np.int64)
+        return np.concatenate([[0], np.cumsum(self.packed.span)])
 
     def run(self, network: Any, tokens: torch.Tensor) -> torch.Tensor:
         """Run a model over this pass: every caller's one way to do it.
@@ -286,13 +279,10 @@ class PagedBatch:
         lengths : IntArray, shape (R,), optional
             Tokens of each row that stay in the cache, where drafts were rejected: pages past them are not full.
         """
-        size = self.cache.page_tokens
-        ends = [row.length for row in self.rows] if lengths is None else lengths.tolist()
-        full = [
-            row.pages[row.context // size : min(row.length, end) // size]
-            for row, end in zip(self.rows, ends, strict=True)
-        ]
-        return np.concatenate(full) if full else np.empty(0, np.int64)
+        size, rows = self.cache.page_tokens, self.packed
+        ends = rows.length if lengths is None else np.minimum(rows.length, lengths)
+        column = np.arange(rows.table.shape[1])
+        return rows.table[(column >= ((rows.length - rows.span) // size)[:, None]) & (column < (ends // size)[:, None])]
 
     @property
     def kv_bytes(self) -> float:
@@ -308,9 +298,9 @@ class PagedBatch:
         self, mass: FloatArray, pages: FloatArray, low_planes: IntArray, output_error: FloatArray | None
     ) -> None:
         """Account for pruned layers by pages: as :meth:`record_pruned`, ``pages`` (L, n) read, mean over KV heads."""
-        mine = [row for row in self.rows if row.theta_nats > 0.0]
-        total = np.array([row.pages.shape[0] for row in mine])
-        read = np.array([row.length for row in mine]) - self.cache.page_tokens * (total - pages)
+        length, size = self.packed.length[self.packed.theta_nats > 0.0], self.cache.page_tokens
+        total = -(-length // size)
+        read = length - size * (total - pages)
         self.record_pruned(pages / total, mass, read, low_planes, output_error)
 
     def _settle(self) -> None:
@@ -342,8 +332,8 @@ class PagedBatch:
         ``kept`` (L, n) share of (KV head, page) pairs read, ``mass`` (L, n, H), ``read_tokens`` (L, n) tokens whose K
         and V were read, mean over KV heads, ``low_planes`` (L, n) read, all KV heads, ``output_error`` (L, n).
         """
-        index = [r for r, row in enumerate(self.rows) if row.theta_nats > 0.0]
-        candidates = np.array([self.rows[r].free.shape[0] for r in index])
+        index = np.flatnonzero(self.packed.theta_nats > 0.0)
+        candidates = self.packed.candidate[index].sum(axis=1, dtype=np.int64)
         per_page = self.cache.score_page_bytes + (self.cache.value_page_bytes if output_error is not None else 0)
         looked = candidates * per_page + low_planes * self.cache.low_page_bytes
         self._pruned_bytes[index] += (read_tokens * self.cache.token_bytes + looked).sum(axis=0)
@@ -360,12 +350,10 @@ class PagedBatch:
         Layers on a GPU leave what they measured there: this is the one place where the host waits for it.
         """
         self._settle()
-        pruned = self._layers > 0
-        kept = np.where(pruned, self._kept / np.maximum(self._layers, 1), 1.0)
-        mean = self._mass_sum / np.maximum(self._layers, 1)
+        layers = np.maximum(self._layers, 1)
         return AttentionStatistics(
-            kept_fraction=kept,
-            pruned_mass_mean=mean,
+            kept_fraction=np.where(self._layers > 0, self._kept / layers, 1.0),
+            pruned_mass_mean=self._mass_sum / layers,
             pruned_mass_max=self._mass_max.copy(),
             certificate_max=kl_nats(self._mass_max),
             kv_bytes=self.kv_bytes,
@@ -379,23 +367,37 @@ RUNNING: ContextVar[PagedBatch | None] = ContextVar("RUNNING", default=None)
 """The batch of the pass that runs, for decoders whose layers drop the keyword on its way to the attention."""
 
 
-def _check_row(request: int, n: int, length: int, table: npt.NDArray[np.int64], cache: PagedKVCache) -> None:
-    where = f"request {request}"
-    if n < 1:
-        raise BadInputError("a row without tokens", where=where, field="n_tokens", value=n, allowed=">= 1")
-    if table.shape[0] * cache.page_tokens < length:
+def _page_table(plan: StepPlan, n_pages: IntArray, cache: PagedKVCache) -> IntArray:
+    """Return the page ids of all rows, int64 (R, P), 0 past a row's last page; refuse rows that cannot run."""
+    if (plan.n_tokens < 1).any():
+        r = int(np.argmax(plan.n_tokens < 1))
+        raise BadInputError(
+            "a row without tokens",
+            where=f"request {plan.ids[r]}",
+            field="n_tokens",
+            value=int(plan.n_tokens[r]),
+            allowed=">= 1",
+        )
+    width, most = plan.block_table.shape[1], int(n_pages.max(initial=0))
+    if most > width:
+        r = int(np.argmax(n_pages > width))
         raise BadInputError(
             "block table too short",
-            where=where,
+            where=f"request {plan.ids[r]}",
             field="block_table",
-            value=f"{table.shape[0]} pages",
-            allowed=f"{-(-length // cache.page_tokens)} pages for {length} tokens",
+            value=f"{width} pages",
+            allowed=f"{n_pages[r]} pages for {plan.context[r] + plan.n_tokens[r]} tokens",
         )
-    if table.min() < 0 or table.max() >= cache.n_pages:
+    used = np.arange(most) < n_pages[:, None]
+    table = np.zeros(used.shape, np.int64)
+    table[used] = plan.block_table[plan.slots, :most][used]
+    if table.min(initial=0) < 0 or table.max(initial=0) >= cache.n_pages:
+        r = int(np.argmax(((table < 0) | (table >= cache.n_pages)).any(axis=1)))
         raise BadInputError(
             "page id outside the cache",
-            where=where,
+            where=f"request {plan.ids[r]}",
             field="block_table",
-            value=(int(table.min()), int(table.max())),
+            value=(int(table[r].min()), int(table[r].max())),
             allowed=f"[0, {cache.n_pages - 1}]",
         )
+    return table

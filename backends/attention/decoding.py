@@ -7,9 +7,7 @@ layer measured stays on the device until ``PagedBatch.statistics`` asks for it.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections import Counter
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +17,7 @@ import torch
 from backends.attention.batch import LayerMeasure, PagedBatch
 from backends.attention.pruned import audit_rows, output_errors
 from backends.attention.reference import Scoring
-from backends.native import AttendRows, LayerRule, StepAttention, attend
+from backends.native import AttendRows, LayerRules, StepAttention, attend
 from entropic_ctl.signals import FloatArray, IntArray
 
 __all__ = ["decode_rows", "decodes_together", "run_layers", "runs_at_once"]
@@ -65,7 +63,7 @@ def decode_rows(
     if rows is None:
         return
     pruned = prunes & (rows.theta_nats > 0)
-    paged.record_dense(paged.dense_tokens(rows, window, prunes=prunes))
+    paged.record_dense(paged.dense_tokens(rows, window, prunes))
     run = _native if paged.cache.kernels == "native" else _triton
     run(paged, layer, query, out, rows, scoring, pruned, window, s_aux)
 
@@ -109,19 +107,9 @@ def runs_at_once(paged: PagedBatch, dtype: torch.dtype) -> bool:
     return plain and cache.kernels == "native" and cache.dtype == dtype and decodes_together(paged, dtype)
 
 
-@functools.lru_cache(maxsize=16)
-def _ruled(
-    rules: tuple[LayerRule, ...], first: int
-) -> tuple[tuple[LayerRule, ...], tuple[tuple[int | None, bool, int], ...]]:
-    """Return the rules, pruning from layer ``first`` on, and (window, prunes, number of layers) of each kind."""
-    ruled = tuple(rule._replace(prunes=i >= first and rule.window is None) for i, rule in enumerate(rules))
-    kinds = Counter((rule.window, rule.prunes) for rule in ruled)
-    return ruled, tuple((*kind, n) for kind, n in kinds.items())
-
-
 def run_layers(
     paged: PagedBatch,
-    rules: Sequence[LayerRule],
+    rules: LayerRules,
     query: torch.Tensor,
     out: torch.Tensor,
     model: ctypes.Structure,
@@ -131,20 +119,20 @@ def run_layers(
 
     Parameters
     ----------
-    rules : sequence of LayerRule
-        One per layer; which of them prune is set here.
+    rules : LayerRules
     query, out, model, step
         As :class:`backends.native.StepAttention` takes them.
     """
-    rules, kinds = _ruled(tuple(rules), paged.pruning.dense_layers)
-    rows = paged.packed
+    rows, first = paged.packed, paged.pruning.dense_layers
     attention = StepAttention(
-        paged.cache, query, out, rows, rules, paged.page, paged.offset, sink_tokens=paged.sink_tokens
+        paged.cache, query, out, rows, rules, first, paged.page, paged.offset, sink_tokens=paged.sink_tokens
     )
     attention.run(model, step)
-    paged.record_dense(sum(n * paged.dense_tokens(rows, window, prunes=prunes) for window, prunes, n in kinds))
+    pruned = rules.prunes(first)
+    kinds = Counter(zip(rules.windows, pruned, strict=True))
+    paged.record_dense(sum(n * paged.dense_tokens(rows, *kind) for kind, n in kinds.items()))
     if attention.found is not None:
-        at = np.ix_([rule.prunes for rule in rules], rows.theta_nats > 0)
+        at = np.ix_(pruned, rows.theta_nats > 0)
         mass, read, fine = (x[at] for x in (attention.found.mass, attention.found.read, attention.found.fine))
         paged.record_pages(mass, read.mean(axis=2), fine.sum(axis=2), None)
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from entropic_ctl.signals import FloatArray, IntArray, StepPlan
 
-__all__ = ["PrunedRows", "Row", "single_row_plan"]
+__all__ = ["PrunedRows", "Row", "rows_plan", "single_row_plan"]
 
 
 @dataclass(frozen=True)
@@ -125,26 +126,51 @@ class PrunedRows:
         )
 
 
+def rows_plan(
+    context: IntArray,
+    table: npt.NDArray[np.int32],
+    *,
+    n_tokens: int = 1,
+    shown: int = 1,
+    theta_nats: npt.ArrayLike = 0.0,
+    samples: bool = True,
+) -> StepPlan:
+    """Return the plan of R rows that run ``n_tokens`` tokens each and show the logits of the last ``shown``.
+
+    Parameters
+    ----------
+    context : IntArray, shape (R,)
+        Tokens cached before.
+    table : int32 array, shape (R, P)
+        Page ids.
+    n_tokens, shown : int
+    theta_nats : array, shape (R,), or float
+    samples : bool
+        False shows no logits, and prunes nothing.
+    """
+    rows, none = np.arange(context.shape[0]), np.empty(0, np.int64)
+    return StepPlan(
+        step=0,
+        now_s=0.0,
+        ids=rows,
+        slots=rows,
+        context=context,
+        n_tokens=np.full_like(rows, n_tokens),
+        samples=np.full(rows.shape, samples),
+        greedy=np.ones(rows.shape, np.bool_),
+        theta_nats=np.full(rows.shape, theta_nats, np.float64),
+        n_draft=np.full_like(rows, shown - 1),
+        paused=none,
+        preempted=none,
+        rejected=(),
+        block_table=table,
+        allocated=np.empty((0, 3), np.int32),
+    )
+
+
 def single_row_plan(
     context: int, n_tokens: int, pages: Sequence[int], *, theta_nats: float = 0.0, samples: bool = True
 ) -> StepPlan:
     """Return the plan of one request that runs ``n_tokens`` tokens after ``context`` cached ones on the given pages."""
-    one = np.zeros(1, np.int64)
-    none = np.empty(0, np.int64)
-    return StepPlan(
-        step=0,
-        now_s=0.0,
-        ids=one,
-        slots=one,
-        context=one + context,
-        n_tokens=one + n_tokens,
-        samples=np.array([samples]),
-        greedy=np.array([True]),
-        theta_nats=np.array([theta_nats], np.float64),
-        n_draft=one,
-        paused=none,
-        preempted=none,
-        rejected=(),
-        block_table=np.asarray(pages, np.int32)[None],
-        allocated=np.empty((0, 3), np.int32),
-    )
+    table = np.asarray(pages, np.int32)[None]
+    return rows_plan(np.array([context]), table, n_tokens=n_tokens, theta_nats=theta_nats, samples=samples)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from backends.native.build import NativeUnavailableError, library, reason_unavailable
 from backends.native.paged import MAX_HEAD_DIM, AttendResult, AttendRows, attend, seal, write
-from backends.native.step import LayerRule, StepAttention
+from backends.native.step import LayerRule, LayerRules, StepAttention
 
 __all__ = [
     "MAX_HEAD_DIM",
     "AttendResult",
     "AttendRows",
     "LayerRule",
+    "LayerRules",
     "NativeUnavailableError",
     "StepAttention",
     "attend",

@@ -56,23 +56,30 @@ def _rows(logits: Tensor) -> Tensor:
     return z if z.stride(1) == 1 else z.contiguous()
 
 
-def _pointer(array: Any) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.data_ptr() if isinstance(array, Tensor) else array.ctypes.data)
+@functools.cache
+def _kernels() -> ctypes.CDLL:
+    kernels, at, size, threads = library(), ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    rows = [at, size, size, size]
+    kernels.entropic_row_maxima.argtypes = [*rows, at, at, threads]
+    kernels.entropic_moments.argtypes = [*rows, *[at] * 5, ctypes.c_double, at, at, threads]
+    kernels.entropic_choose.argtypes = [*rows, *[at] * 6, threads]
+    return kernels
 
 
-def _sizes(z: Tensor) -> tuple[ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]:
-    return ctypes.c_int64(z.shape[0]), ctypes.c_int64(z.shape[1]), ctypes.c_int64(z.stride(0))
+def _place(array: np.ndarray[Any, Any]) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
-def _threads() -> ctypes.c_int:
-    return ctypes.c_int(torch.get_num_threads())
+def _described(z: Tensor) -> tuple[int, int, int, int]:
+    """Return where rows of logits lie, their number, length and stride."""
+    return z.data_ptr(), *z.shape, z.stride(0)
 
 
 def _maxima(z: Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return the maxima of blocks (M, blocks) and rows (M,), float32; a NaN is not seen here."""
     blocks = np.empty((z.shape[0], -(-z.shape[1] // _BLOCK)), np.float32)
     top = np.empty(z.shape[0], np.float32)
-    library().entropic_row_maxima(_pointer(z), *_sizes(z), _pointer(blocks), _pointer(top), _threads())
+    _kernels().entropic_row_maxima(*_described(z), _place(blocks), _place(top), torch.get_num_threads())
     return blocks, top
 
 
@@ -81,21 +88,18 @@ class _Moments:
 
     def __init__(self, z: Tensor) -> None:
         rows, n = z.shape
-        self._z = z
         self._top = _maxima(z)[1]
         self._state = np.full((rows, 5), np.nan)
         self._copies = torch.empty((rows, n), dtype=torch.float32)  # touched only where a row is cold
         self._counts = np.empty((rows, -(-n // _BLOCK)), np.int32)
-        self._reach = ctypes.c_double(reach(n))
+        self._z, self._rows, self._reach = z, _described(z), reach(n)
 
     def at(self, temperature: FloatArray) -> tuple[FloatArray, FloatArray]:
         rows = self._z.shape[0]
-        t = np.ascontiguousarray(np.broadcast_to(np.asarray(temperature, np.float64), (rows,)))
-        entropy, varentropy = np.empty(rows), np.empty(rows)
-        library().entropic_moments(
-            _pointer(self._z), *_sizes(self._z), _pointer(self._top), _pointer(t), _pointer(self._state),
-            _pointer(self._copies), _pointer(self._counts), self._reach, _pointer(entropy), _pointer(varentropy),
-            _threads(),
+        t, entropy, varentropy = np.full(rows, temperature, np.float64), np.empty(rows), np.empty(rows)
+        _kernels().entropic_moments(
+            *self._rows, _place(self._top), _place(t), _place(self._state), self._copies.data_ptr(),
+            _place(self._counts), self._reach, _place(entropy), _place(varentropy), torch.get_num_threads(),
         )  # fmt: skip
         return entropy, varentropy
 
@@ -143,10 +147,10 @@ def choose(logits: Tensor, temperature: Tensor, seed: Sequence[int], index: Sequ
     z = _rows(logits)
     blocks, top = _maxima(z)
     t = np.ascontiguousarray(temperature.double().numpy())
-    seeds, steps = np.asarray(list(seed), np.int64), np.asarray(list(index), np.int64)
+    seeds, steps = np.array(seed, np.int64), np.array(index, np.int64)
     tokens = torch.empty(z.shape[0], dtype=torch.int64)
-    library().entropic_choose(
-        _pointer(z), *_sizes(z), _pointer(blocks), _pointer(top), _pointer(t), _pointer(seeds), _pointer(steps),
-        _pointer(tokens), _threads(),
+    _kernels().entropic_choose(
+        *_described(z), _place(blocks), _place(top), _place(t), _place(seeds), _place(steps), tokens.data_ptr(),
+        torch.get_num_threads(),
     )  # fmt: skip
     return tokens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
@@ -17,7 +16,7 @@ from backends.native.paged import AttendResult, AttendRows, Pool, Work, layer_po
 if TYPE_CHECKING:
     from backends.kv_cache import PagedKVCache
 
-__all__ = ["LayerRule", "StepAttention"]
+__all__ = ["LayerRule", "LayerRules", "StepAttention"]
 
 
 class LayerRule(NamedTuple):
@@ -32,15 +31,12 @@ class LayerRule(NamedTuple):
         Sliding window in tokens.
     sinks : float32 tensor, shape (H,), optional
         Learned sink logits.
-    prunes : bool
-        False reads everything, whatever the budgets.
     """
 
     scale: float
     softcap: float | None = None
     window: int | None = None
     sinks: torch.Tensor | None = None
-    prunes: bool = False
 
 
 class _Rule(ctypes.Structure):
@@ -49,29 +45,43 @@ class _Rule(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
         ("window", ctypes.c_int32),
-        ("prunes", ctypes.c_int32),
     )
 
 
-@functools.lru_cache(maxsize=16)
-def _rules(rules: tuple[LayerRule, ...]) -> ctypes.Array[_Rule]:
-    return (_Rule * len(rules))(
-        *(
-            _Rule(
-                None if rule.sinks is None else rule.sinks.data_ptr(),
-                rule.scale,
-                rule.softcap or 0.0,
-                rule.window or 0,
-                rule.prunes,
+class LayerRules:
+    """What the layers of a model ask of their attention, as C++ reads it.
+
+    Parameters
+    ----------
+    rules : sequence of LayerRule
+        One per layer.
+
+    Attributes
+    ----------
+    windows : tuple of (int or None)
+    """
+
+    def __init__(self, rules: Sequence[LayerRule]) -> None:
+        self.windows = tuple(rule.window for rule in rules)
+        self._sinks = [rule.sinks for rule in rules]
+        places = [None if sinks is None else sinks.data_ptr() for sinks in self._sinks]
+        self._array = (_Rule * len(rules))(
+            *(
+                _Rule(place, rule.scale, rule.softcap or 0.0, rule.window or 0)
+                for place, rule in zip(places, rules, strict=True)
             )
-            for rule in rules
         )
-    )
+        self.address = ctypes.addressof(self._array)
+
+    def prunes(self, first: int) -> list[bool]:
+        """Return which layers may prune: those without a window, from ``first`` on."""
+        return [layer >= first and window is None for layer, window in enumerate(self.windows)]
 
 
 class _Layers(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("pools", "rules", "page", "offset", "nothing")),
+        ("first", ctypes.c_int64),
         ("work", Work),
     )
 
@@ -98,7 +108,9 @@ class StepAttention:
     out : tensor, shape (T, H, D), contiguous
         Where every layer's outputs go.
     rows : AttendRows
-    rules : sequence of LayerRule
+    rules : LayerRules
+    first : int
+        The first layer that may prune.
     page, offset : int64 tensor, shape (T,)
         Where keys and values of the packed tokens go.
     sink_tokens : int
@@ -116,25 +128,28 @@ class StepAttention:
         query: torch.Tensor,
         out: torch.Tensor,
         rows: AttendRows,
-        rules: Sequence[LayerRule],
+        rules: LayerRules,
+        first: int,
         page: torch.Tensor,
         offset: torch.Tensor,
         *,
         sink_tokens: int = 0,
     ) -> None:
-        prunes = rows.prunes and any(rule.prunes for rule in rules)
+        prunes = rows.prunes and any(rules.prunes(first))
         self.found = None
         if prunes:
-            size = (len(rules), rows.length.shape[0])
+            size = (len(rules.windows), rows.length.shape[0])
             read, fine = np.zeros((2, *size, cache.n_kv_heads), np.int32)
             self.found = AttendResult(np.zeros((*size, query.shape[0])), read, fine)
-        self._alive = (query, out, rows, rules, page, offset, _rules(tuple(rules)), _pools(cache, shadow=prunes))
+        pools = _pools(cache, shadow=prunes)
+        self._alive = (query, out, rows, rules, page, offset, pools)
         self._layers = _Layers(
-            ctypes.addressof(self._alive[-1]),
-            ctypes.addressof(self._alive[-2]),
+            ctypes.addressof(pools),
+            rules.address,
             page.data_ptr(),
             offset.data_ptr(),
             rows.no_budget.ctypes.data,
+            first,
             work_of(cache, query, out, rows, self.found, sink_tokens=sink_tokens, prunes=prunes),
         )
 

@@ -8,7 +8,7 @@ namespace attention {
 struct Rule {
   const float* sinks;  // (H): learned sink logits, or null
   float scale, softcap;
-  int32_t window, prunes;  // prunes 0: reads everything, whatever the budgets
+  int32_t window;  // 0: none
 };
 
 // The attention of a step. Results of layer l follow those of layer l - 1.
@@ -17,6 +17,7 @@ struct Layers {
   const Rule* rules;
   const int64_t *page, *offset;  // (tokens): where K and V of each packed token go
   const double* nothing;         // (rows): no budgets
+  int64_t first;                 // layers before it, and those with a window, read everything, whatever the budgets
   Work work;                     // of the first layer
 };
 
@@ -42,7 +43,7 @@ void entropic_decoder_run(const decoder::Model* model, const decoder::Step* step
                    step->tokens, pool.heads, pool.page, pool.dim, pool.dtype == attention::kFloat ? 4 : 2, pool.dim, row,
                    pool.dim, row);
     work.sinks = rule.sinks, work.scale = rule.scale, work.softcap = rule.softcap, work.window = rule.window;
-    work.theta = rule.prunes ? theta : layers->nothing;
+    work.theta = l >= layers->first && rule.window == 0 ? theta : layers->nothing;
     entropic_attend(&pool, &work);
     if (work.mass != nullptr) {
       const int64_t cells = static_cast<int64_t>(work.rows) * pool.heads;
