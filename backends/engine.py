@@ -339,10 +339,10 @@ class Engine:
         dense = self.audit.dense(plan, lambda exact: self._forward(self._batch(exact), inputs))
         batch = self._batch(plan)
         logits = self._forward(batch, inputs)
-        statistics = batch.statistics()
         if self._probe is not None and rows.size:
             self._probe(plan, rows[at.owner], logits)
         chosen, finished = self._choose(plan, jobs, rows, at, logits, on_text)
+        statistics = batch.statistics()
         if self._prunes:
             self.cache.seal_pages(batch.filled_pages(settled(plan, jobs)))
         if dense is not None:

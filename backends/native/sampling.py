@@ -60,9 +60,8 @@ def _rows(logits: Tensor) -> Tensor:
 def _kernels() -> ctypes.CDLL:
     kernels, at, size, threads = library(), ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     rows = [at, size, size, size]
-    kernels.entropic_row_maxima.argtypes = [*rows, at, at, threads]
-    kernels.entropic_moments.argtypes = [*rows, *[at] * 5, ctypes.c_double, at, at, threads]
-    kernels.entropic_choose.argtypes = [*rows, *[at] * 6, threads]
+    kernels.entropic_moments.argtypes = [*rows, *[at] * 4, ctypes.c_double, at, at, threads]
+    kernels.entropic_choose.argtypes = [*rows, *[at] * 4, threads]
     return kernels
 
 
@@ -75,21 +74,12 @@ def _described(z: Tensor) -> tuple[int, int, int, int]:
     return z.data_ptr(), *z.shape, z.stride(0)
 
 
-def _maxima(z: Tensor) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return the maxima of blocks (M, blocks) and rows (M,), float32; a NaN is not seen here."""
-    blocks = np.empty((z.shape[0], -(-z.shape[1] // _BLOCK)), np.float32)
-    top = np.empty(z.shape[0], np.float32)
-    _kernels().entropic_row_maxima(*_described(z), _place(blocks), _place(top), torch.get_num_threads())
-    return blocks, top
-
-
 class _Moments:
     """Entropies of rows of logits at any temperature, with what the kernel remembers between calls."""
 
     def __init__(self, z: Tensor) -> None:
         rows, n = z.shape
-        self._top = _maxima(z)[1]
-        self._state = np.full((rows, 5), np.nan)
+        self._state = np.full((rows, 6), np.nan)
         self._copies = torch.empty((rows, n), dtype=torch.float32)  # touched only where a row is cold
         self._counts = np.empty((rows, -(-n // _BLOCK)), np.int32)
         self._z, self._rows, self._reach = z, _described(z), reach(n)
@@ -98,7 +88,7 @@ class _Moments:
         rows = self._z.shape[0]
         t, entropy, varentropy = np.full(rows, temperature, np.float64), np.empty(rows), np.empty(rows)
         _kernels().entropic_moments(
-            *self._rows, _place(self._top), _place(t), _place(self._state), self._copies.data_ptr(),
+            *self._rows, _place(t), _place(self._state), self._copies.data_ptr(),
             _place(self._counts), self._reach, _place(entropy), _place(varentropy), torch.get_num_threads(),
         )  # fmt: skip
         return entropy, varentropy
@@ -145,12 +135,11 @@ class NativeLogitView:
 def choose(logits: Tensor, temperature: Tensor, seed: Sequence[int], index: Sequence[int]) -> Tensor:
     """Draw one token per row; see :func:`backends.gumbel.choose`, which it equals up to ties within rounding."""
     z = _rows(logits)
-    blocks, top = _maxima(z)
     t = np.ascontiguousarray(temperature.double().numpy())
     seeds, steps = np.array(seed, np.int64), np.array(index, np.int64)
     tokens = torch.empty(z.shape[0], dtype=torch.int64)
     _kernels().entropic_choose(
-        *_described(z), _place(blocks), _place(top), _place(t), _place(seeds), _place(steps), tokens.data_ptr(),
+        *_described(z), _place(t), _place(seeds), _place(steps), tokens.data_ptr(),
         torch.get_num_threads(),
     )  # fmt: skip
     return tokens

@@ -15,6 +15,7 @@
 namespace {
 
 constexpr int64_t kBlock = 1024;
+constexpr int64_t kState = 6;        // numbers kept of a row between calls
 constexpr int64_t kTask = 16;         // blocks handed out at a time
 constexpr float kCut = -104.0f;       // exp is 0 in float32; keeps 0 * -inf out of the sums
 constexpr double kCold = 1.1754943508222875e-38, kHot = 1e30;
@@ -28,6 +29,8 @@ struct Sums {
 };
 
 #ifdef ENTROPIC_AVX512
+constexpr int64_t kShare = 1 << 17;  // logits worth a thread: waking one costs some 50 us
+
 // exp on [-104, 0]: relative error below 1.3e-7 (tested); below -103.3 it is 0.
 inline __m512 exp16(__m512 x) {
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
@@ -53,6 +56,8 @@ inline __m512 load_tail(const float* z, int64_t left) {  // missing lanes: -inf
   const __mmask16 m = left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
   return _mm512_mask_loadu_ps(_mm512_set1_ps(-std::numeric_limits<float>::infinity()), m, z);
 }
+#else
+constexpr int64_t kShare = 1 << 14;
 #endif
 
 // Sums over `count` <= kBlock logits. `kept`: where to copy those with z - top >= lead, or null; the copies are z itself.
@@ -135,10 +140,23 @@ void over_blocks(int64_t rows, int64_t n, int threads, Wanted&& wanted, Body&& b
   if (live.empty()) return;
   pool::Queue queue;
   const int64_t total = static_cast<int64_t>(live.size()) * tasks;
-  pool::run(static_cast<int>(std::min<int64_t>(threads, total)), [&](int, int) {
+  const int64_t most = std::max<int64_t>(1, static_cast<int64_t>(live.size()) * n / kShare);
+  pool::run(static_cast<int>(std::min<int64_t>(threads, most)), [&](int, int) {
     for (int64_t t = queue.take(); t < total; t = queue.take())
       body(live[t / tasks], t % tasks * kTask, std::min(per_row, (t % tasks + 1) * kTask));
   });
+}
+
+// The largest logit of each block, float[rows, blocks_of(n)], of the rows for which wanted(row).
+template <class Wanted>
+std::vector<float> block_maxima(const float* z, int64_t rows, int64_t n, int64_t stride, int threads, Wanted&& wanted) {
+  const int64_t per_row = blocks_of(n);
+  std::vector<float> maxima(static_cast<size_t>(rows * per_row));
+  over_blocks(rows, n, threads, wanted, [&](int64_t row, int64_t first, int64_t last) {
+    for (int64_t b = first; b < last; ++b)
+      maxima[row * per_row + b] = block_max(z + row * stride + b * kBlock, std::min(kBlock, n - b * kBlock));
+  });
+  return maxima;
 }
 
 // -- Philox4x32-10 and the map from its words to Gumbel noise (specification: backends/gumbel.py) --------------------
@@ -230,27 +248,23 @@ void draw_block(const float* z, int64_t base, int64_t end, float top, float r, N
 
 extern "C" {
 
-// maxima: float[rows, blocks_of(n)]; top: float[rows], the largest logit of each row.
-void entropic_row_maxima(const float* z, int64_t rows, int64_t n, int64_t stride, float* maxima, float* top,
-                         int threads) {
-  const int64_t per_row = blocks_of(n);
-  over_blocks(rows, n, threads, [](int64_t) { return true; }, [&](int64_t row, int64_t first, int64_t last) {
-    for (int64_t b = first; b < last; ++b)
-      maxima[row * per_row + b] = block_max(z + row * stride + b * kBlock, std::min(kBlock, n - b * kBlock));
-  });
-  for (int64_t row = 0; row < rows; ++row)
-    top[row] = *std::max_element(maxima + row * per_row, maxima + (row + 1) * per_row);
-}
-
 // Entropy and varentropy (nats, nats^2) of softmax(z / T) for each row; NaN where it has none.
 //
-// last: double[rows, 5], state of the row between calls, NaN at first: T, H, V of the last call; the highest T for which
+// last: double[rows, 6], state of the row between calls, NaN at first: T, H, V of the last call; the highest T for which
 // the copies in `kept` (float[rows, n], block b from b * kBlock on, kept_count int32[rows, blocks]) suffice; the highest
-// T for which copies are worth making. `reach`: a logit with x < -reach is without effect (the wrapper has the bound).
-void entropic_moments(const float* z, int64_t rows, int64_t n, int64_t stride, const float* top, const double* temperature,
-                      double* last, float* kept, int32_t* kept_count, double reach, double* entropy, double* varentropy,
-                      int threads) {
+// T for which copies are worth making; the largest logit. `reach`: a logit with x < -reach is without effect (the wrapper
+// has the bound).
+void entropic_moments(const float* z, int64_t rows, int64_t n, int64_t stride, const double* temperature, double* last,
+                      float* kept, int32_t* kept_count, double reach, double* entropy, double* varentropy, int threads) {
   const int64_t per_row = blocks_of(n);
+  const auto fresh = [&](int64_t row) { return std::isnan(last[row * kState + 5]); };
+  const std::vector<float> maxima = block_maxima(z, rows, n, stride, threads, fresh);
+  std::vector<float> top(static_cast<size_t>(rows));
+  for (int64_t row = 0; row < rows; ++row) {
+    const float* begin = maxima.data() + row * per_row;
+    if (fresh(row)) last[row * kState + 5] = *std::max_element(begin, begin + per_row);
+    top[row] = static_cast<float>(last[row * kState + 5]);
+  }
   constexpr double kAhead = 1.25;  // copies serve temperatures up to this much higher
   std::vector<Sums> sums(static_cast<size_t>(rows * per_row));
   std::vector<char> copies(static_cast<size_t>(rows));  // 0: read all; 1: read the copies; 2: read all and copy
@@ -262,10 +276,10 @@ void entropic_moments(const float* z, int64_t rows, int64_t n, int64_t stride, c
   };
   const auto wanted = [&](int64_t row) {
     const double t = temperature[row];
-    return t >= 0 && t != last[row * 5] && std::isfinite(top[row]);
+    return t >= 0 && t != last[row * kState] && std::isfinite(top[row]);
   };
   for (int64_t row = 0; row < rows; ++row) {
-    const double t = temperature[row], *state = last + row * 5;
+    const double t = temperature[row], *state = last + row * kState;
     copies[row] = t <= state[3] ? 1 : t <= state[4] ? 2 : 0;  // NaN compares false
   }
   over_blocks(rows, n, threads, wanted, [&](int64_t row, int64_t first, int64_t last_block) {
@@ -278,7 +292,7 @@ void entropic_moments(const float* z, int64_t rows, int64_t n, int64_t stride, c
       if (copies[row] == 1) {
         into = block_sums(mine, count, top[row], r, -std::numeric_limits<float>::infinity(), nullptr);
       } else if (copies[row] == 2) {
-        const double limit = last[row * 5 + 4];
+        const double limit = last[row * kState + 4];
         into = block_sums(z + row * stride + start, size, top[row], r, lead(limit), mine);
         count = static_cast<int32_t>(into.near);
       } else {
@@ -287,7 +301,7 @@ void entropic_moments(const float* z, int64_t rows, int64_t n, int64_t stride, c
     }
   });
   for (int64_t row = 0; row < rows; ++row) {
-    double* state = last + row * 5;
+    double* state = last + row * kState;
     const double t = temperature[row];
     if (!(t >= 0) || !std::isfinite(top[row])) {
       entropy[row] = varentropy[row] = std::numeric_limits<double>::quiet_NaN();
@@ -313,9 +327,12 @@ void entropic_moments(const float* z, int64_t rows, int64_t n, int64_t stride, c
 }
 
 // The token with the largest (z - top) r + Gumbel, of equal ones the lowest; see backends/gumbel.py. T > 0.
-void entropic_choose(const float* z, int64_t rows, int64_t n, int64_t stride, const float* maxima, const float* top,
-                     const double* temperature, const int64_t* seed, const int64_t* index, int64_t* token, int threads) {
+void entropic_choose(const float* z, int64_t rows, int64_t n, int64_t stride, const double* temperature,
+                     const int64_t* seed, const int64_t* index, int64_t* token, int threads) {
   const int64_t per_row = blocks_of(n), tasks = (per_row + kTask - 1) / kTask;
+  const auto all = [](int64_t) { return true; };
+  const std::vector<float> maxima = block_maxima(z, rows, n, stride, threads, all);
+  std::vector<float> top(static_cast<size_t>(rows));
   std::vector<Draw> draws(static_cast<size_t>(rows * tasks)), starts(static_cast<size_t>(rows));
   const auto visit = [&](int64_t row, int64_t b, Draw& draw) {
     const float r = static_cast<float>(1.0 / std::max(temperature[row], 0x1p-126));
@@ -326,10 +343,12 @@ void entropic_choose(const float* z, int64_t rows, int64_t n, int64_t stride, co
     draw_block(z + row * stride, b * kBlock, std::min(n, (b + 1) * kBlock), top[row], r, noise, draw);
   };
   for (int64_t row = 0; row < rows; ++row) {  // first the block of the largest logit: most others then need no noise
-    const float* begin = maxima + row * per_row;
-    visit(row, std::max_element(begin, begin + per_row) - begin, starts[row]);
+    const float* begin = maxima.data() + row * per_row;
+    const float* best = std::max_element(begin, begin + per_row);
+    top[row] = *best;
+    visit(row, best - begin, starts[row]);
   }
-  over_blocks(rows, n, threads, [](int64_t) { return true; }, [&](int64_t row, int64_t first, int64_t last) {
+  over_blocks(rows, n, threads, all, [&](int64_t row, int64_t first, int64_t last) {
     Draw draw = starts[row];
     for (int64_t b = first; b < last; ++b) visit(row, b, draw);
     draws[row * tasks + first / kTask] = draw;
