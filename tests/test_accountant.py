@@ -13,6 +13,8 @@ from tiny_model import byte_tokenizer, tiny_llama
 from toy_driver import Rows
 
 from backends import models
+from backends.attention.rows import rows_plan
+from backends.audit import LiveAudit
 from backends.engine import Engine
 from backends.sampling import SamplingParams
 from entropic_ctl import config as configs
@@ -257,6 +259,14 @@ def test_the_alarm_ends_pruning_for_good_and_replays(endless: models.LoadedModel
     assert replay.replay(path).equal
     path.write_text("\n".join(lines[: at[0]] + lines[at[0] + 1 :]) + "\n", encoding="utf-8")
     assert not replay.replay(path).equal  # without the event the decisions are others
+
+
+def test_an_audited_pass_that_raises_is_timed_too() -> None:
+    ticks = iter([1.0, 4.0])
+    audit = LiveAudit(configs.EngineConfig(audit_every=1), 0, lambda: next(ticks))
+    with pytest.raises(ZeroDivisionError):
+        audit.dense(rows_plan(np.array([9]), np.zeros((1, 1), np.int32), theta_nats=0.1), lambda _: 1 // 0)
+    assert audit.seconds == 3.0
 
 
 @pytest.mark.parametrize("engine", [{"audit_rate": 0.1, "audit_every": 4}, {"audit_limit_nats": 0.01}])

@@ -214,11 +214,12 @@ class PagedBatch:
 
     def dense_tokens(self, rows: AttendRows, window: int | None, prunes: bool) -> int:
         """Return the tokens that the rows without a budget read in one layer; all rows unless it ``prunes``."""
-        key = window, prunes
+        key = window, prunes and rows.prunes
         if key not in self._dense:
-            most = rows.length if window is None else rows.span - 1 + window + self.sink_tokens
-            exact = rows.theta_nats <= 0 if prunes else np.ones(rows.length.shape[0], np.bool_)
-            self._dense[key] = int(np.minimum(rows.length, most)[exact].sum())
+            tokens = rows.length
+            if window is not None:
+                tokens = np.minimum(tokens, rows.span - 1 + window + self.sink_tokens)
+            self._dense[key] = int((tokens[rows.theta_nats <= 0] if key[1] else tokens).sum())
         return self._dense[key]
 
     @property

@@ -1,7 +1,8 @@
 """Moments and draws over the vocabulary in C++: same signatures as the torch reference, few passes over the logits.
 
-Passes over a row of n logits: one for the maximum of each block of 1,024; one per temperature asked for (entropy and
-varentropy together); one for the draw, in which blocks that cannot win are not read. A row that asks for the same
+Passes over a row of n logits: one for the maximum of each block of 1,024, in the view and again in the draw, whose rows
+may be others or truncated; one per temperature asked for (entropy and varentropy together); one for the draw, in which
+blocks that cannot win are not read. A row that asks for the same
 temperature again is not read at all, and once the temperature is low enough that half of the logits are without effect,
 a copy of the others is read instead:
 
