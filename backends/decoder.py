@@ -20,6 +20,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -69,6 +71,8 @@ class FusedDecoder:
         types = getattr(layout.rotary, "rope_type", None)
         self._fixed = set(types.values() if isinstance(types, dict) else [types]) <= _ANGLES_FIXED
         self._exact_rope = False
+        embedding = layout.embedding
+        self._table = _bits(embedding.weight) if type(embedding) is torch.nn.Embedding else None
         self._room = 0
         self._check_sizes()
         cos, _ = self._angles(torch.arange(1))[1:]
@@ -150,7 +154,10 @@ class FusedDecoder:
         n = tokens.numel()
         self._make_room(n)
         angles, cos, sin = self._angles(positions)
-        self._x[:n] = self._layout.embedding(tokens.reshape(-1))
+        if self._table is None:
+            self._x[:n] = self._layout.embedding(tokens.reshape(-1))
+        else:  # PyTorch would wake its threads
+            np.take(self._table, tokens.reshape(-1).numpy(), axis=0, out=self._bits[:n])
         logits = torch.empty(last.shape[0], self._vocab)
         step = abi.Step(
             tokens=n,
@@ -184,6 +191,7 @@ class FusedDecoder:
                 (self._kv_heads, self._dim),
             )
         )
+        self._bits = _bits(self._x)
         names = ("x", "h", "q", "k", "v", "mlp", "attention")
         self._places = {name: abi.address(getattr(self, f"_{name}")) for name in names}
 
@@ -281,6 +289,10 @@ class FusedDecoder:
         error = distance(self._forward(tokens, positions, last, attend), want)
         if not error <= tolerance:
             raise NotCoveredError(f"logits differ by {error:.2g} from the model's own")
+
+
+def _bits(tensor: Tensor) -> npt.NDArray[np.int16]:
+    return np.asarray(tensor.detach().view(torch.int16).numpy())
 
 
 @functools.cache
