@@ -15,7 +15,7 @@ from backends.triton.dispatch import Pruning, budget_ratio, decode
 from backends.triton.scoring import score_shadow
 from backends.triton.scoring_keys import score_exactly
 from backends.triton.selection import choose_pages
-from entropic_ctl.pruning.certificate import mass_of_kl
+from entropic_ctl.pruning.certificate import kl_nats, mass_of_kl
 from entropic_ctl.pruning.select import select
 
 INF = math.inf
@@ -201,6 +201,20 @@ def test_a_budget_of_zero_keeps_all_and_a_boundless_one_only_the_fixed() -> None
     assert pages.index[1, 0, :2].tolist() == [0, 19]
     assert mass[0].tolist() == [0.0, 0.0]
     assert (log_pruned[0] == -INF).all()
+
+
+@pytest.mark.parametrize("theta", [0.1, 5.0, 12.0, 16.0, 40.0])
+def test_a_certificate_near_1_is_within_its_budget(theta: float) -> None:
+    """One page that takes a budget to within a little: float32 masses near 1 are many nats apart."""
+    below = torch.tensor([1e-5, 1e-4, 1e-2, 1.0, 30.0], dtype=torch.float64)
+    mass_of_one = torch.stack([torch.zeros(5), (math.log(math.expm1(theta)) - below).float()], dim=1)
+    bounds = mass_of_one.unsqueeze(1).contiguous().to(DEVICE)
+    candidates = torch.tensor([[0, 1]] * 5, dtype=torch.uint8, device=DEVICE)
+    lengths = torch.full((5,), 32, dtype=torch.int32, device=DEVICE)
+    ratio = budget_ratio(torch.full((5,), theta, device=DEVICE))
+    _, mass, _, _ = choose_pages(bounds, bounds.clone(), ratio, candidates, lengths, 1, 16)
+    assert mass.any()
+    assert (kl_nats(mass.cpu().double().numpy()) <= theta).all()
 
 
 @pytest.mark.parametrize("two_stage", [False, True])

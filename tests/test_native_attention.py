@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -330,6 +331,40 @@ def test_pages_far_above_the_fixed_ones_do_not_overflow_the_selection(above: flo
     scene.k[scene.tables[0, 1:59].tolist(), :, :, 0] = (height / scene.scoring.scale)[:, None, None]
     _, got = scene.decode()
     assert got.read[0, 0] <= 60 - 25
+
+
+@pytest.mark.parametrize("theta", [0.69, 3.0, 14.0])
+@pytest.mark.parametrize("above", [87.0, 88.0])
+def test_what_is_kept_may_outweigh_every_float32(theta: float, above: float) -> None:
+    """Tokens at the top of a coarse step: pages weigh more than the first look has them, together more than 3e38."""
+    scene = Scene(dim=8, heads=1, group=1, keys="zero", lengths=(32 * 16 + 1,), theta=(theta,))
+    scene.query = torch.zeros_like(scene.query)
+    scene.query[..., 0] = 1.0
+    height = torch.full((16,), above)
+    height[0] = -42.0
+    scene.k[scene.tables[0, 1:31].tolist(), :, :, 0] = height / scene.scoring.scale
+    _, got = scene.decode()
+    assert got.fine.any()
+    seen = torch.from_numpy(got.kept[0] != 0).repeat_interleave(16, 1)[:, : scene.lengths[0]]
+    lost = torch.softmax(scene.scores(0), -1).masked_fill(seen, 0.0).sum(-1)
+    assert (lost.numpy() <= got.mass[0]).all()
+    assert (kl_nats(got.mass) <= theta).all()
+
+
+@pytest.mark.parametrize("theta", [20.0, 31.0, 36.0, 40.0, 100.0, math.inf])
+def test_budgets_beyond_what_float64_tells_from_1_are_kept_to(theta: float) -> None:
+    """1 - e^-36 is the last mass below 1: a budget is spent up to where its certificate still says so."""
+    dropped = 0
+    for above in np.arange(15.0, 60.0, 0.5):
+        scene = Scene(dim=8, heads=1, group=1, keys="zero", lengths=(6 * 16 + 1,), theta=(theta,))
+        scene.query = torch.zeros_like(scene.query)
+        scene.query[..., 0] = 1.0
+        height = above + 0.07 * torch.arange(4.0)
+        scene.k[scene.tables[0, 1:5].tolist(), :, :, 0] = (height / scene.scoring.scale)[:, None, None]
+        _, got = scene.decode()
+        assert (kl_nats(got.mass) <= min(theta, 36.0)).all()
+        dropped += int((got.kept[0] == 0).sum())
+    assert dropped > 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")

@@ -251,7 +251,10 @@ def test_constants_of_the_integer_scores_are_those_of_the_sources() -> None:
         ("pruned", r"\(1\.0 - 8\.0 \* summing\(count_\)\)", 1),
         ("pruned", r"\(1\.0 \+ summing\(of\.capacity\)\)", 1),
         ("pruned", r"\(1\.0 - summing\(low_\.capacity\)\)", 1),
-        ("pruned", r"\(1\.0 \+ 2e-9\) <= std::expm1", 1),
+        ("pruned", r"\(1\.0 \+ 2e-9\) <= ratio_of", 1),
+        ("pruned", r"mass \* \(1\.0 - 2e-15\) / \(std::exp\(-theta\) \+ mass \* 2e-15\)", 1),
+        ("pruned", r"ratio / \(1\.0 \+ ratio\) \* \(1\.0 \+ 1e-15\) \+ 1e-300", 1),
+        ("pruned", r"std::min<double>\(sum_over\(taken_, .*\), kMost\)", 1),
         ("pruned", r"/ least_\[g\] \* \(1\.0 \+ 1e-9\)", 1),
     ):
         assert len(re.findall(pattern, source[name])) == times, pattern

@@ -92,5 +92,6 @@ def integer_gaps(page_tokens: int, pages: int, head_size: int) -> dict[str, Frac
         else (p + 64) * _U * (1 - _gamma(4, _W)) - (p // 16 + 6) * _U * (1 + (p + 64) * _U),
         "the sum of kept pages, float32": 1 - (1 - (p + 64) * _U) * (1 + _gamma(p // 16 + 6)) * (1 + _gamma(4, _W)),
         "what was kept, float64": Fraction(1, 10**9) - _gamma(16, _W),
+        "masses near 1, float64": Fraction(2, 10**15) - Fraction(1, 10**15) - 6 * _W,
         "the budget, float64": Fraction(2, 10**9) * (1 - 8 * _W) - Fraction(1, 10**9) - 16 * _W,
     }

@@ -2,6 +2,7 @@
 #include "pruned.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace attention {
 namespace {
@@ -10,6 +11,7 @@ using namespace simd;
 
 constexpr double kCoarse = 0.25;    // share of the budget that pages may spend on their 4-bit bounds
 constexpr double kUnit = 5.9604644775390625e-8;  // 2^-24
+constexpr double kMost = std::numeric_limits<float>::max();  // what a sum that overflowed is at least
 
 double gamma(int n) { return n * kUnit / (1.0 - n * kUnit); }
 
@@ -19,6 +21,13 @@ double exact_slack(double query_norm, double key_norm, double lse, double terms,
   const double g = gamma(dim + 6), n = terms + 8.0;
   return query_norm * key_norm * g * (1.0 + 8.0 * g) + (n + 5.0 * std::log(n) + 16.0) * kUnit +
          4.0 * kUnit * std::fabs(lse) + 8.0 * kUnit * softcap + 1e-36 * (query_norm + key_norm) + 1e-30;
+}
+
+// The most that may be dropped for one unit of what is kept: m / (1 - m) for the mass m = 1 - e^-theta, which mass_of
+// takes for up to 2e-15 of it more.
+double ratio_of(double theta) {
+  const double mass = -std::expm1(-theta);
+  return mass * (1.0 - 2e-15) / (std::exp(-theta) + mass * 2e-15);
 }
 
 // m = r / (1 + r), rounded up, from the ratio r of what was dropped to what is kept; NaN or infinite: 1.
@@ -51,7 +60,7 @@ void Pruned::open(const Pool& pool, const Work& work, int64_t row, int head, std
   norm_ = key_norm(pool, head, segments_.data(), fixed_);
   for (int g = 0; g < group_; ++g) reference_[g] = static_cast<float>(state_.lse(g));
   measure();
-  budget_ = std::expm1(work.theta[row]) * (1.0 - 8.0 * summing(count_));
+  budget_ = ratio_of(work.theta[row]) * (1.0 - 8.0 * summing(count_));
   looks_ = known_ && budget_ > 0.0;
   if (looks_) high_.resize(group_, count_, Record(pool).blocks);
 }
@@ -188,8 +197,9 @@ void Pruned::close(std::vector<float>* scratch) {
     // Once more without cancellation: `vote` takes from a sum, which fails where what is dropped outweighs what is kept.
     bool within = known_;
     for (int g = 0; g < group_; ++g) {
-      least_[g] += sum_over(taken_, low_.lower.data() + g * low_.capacity) * (1.0 - summing(low_.capacity));
-      within = within && dropped_[g] * (1.0 + 2e-9) <= std::expm1(work_->theta[row_]) * least_[g];
+      const double more = std::min<double>(sum_over(taken_, low_.lower.data() + g * low_.capacity), kMost);
+      least_[g] += more * (1.0 - summing(low_.capacity));
+      within = within && dropped_[g] * (1.0 + 2e-9) <= ratio_of(work_->theta[row_]) * least_[g];
     }
     if (!within) keep_the_rest();
     const int64_t all = static_cast<int64_t>(segments_.size());

@@ -45,7 +45,7 @@ class Pruned {
   int head_, group_;
   int64_t length_, pages_;         // tokens, and pages of the row
   int64_t count_, fixed_, read_;   // candidates; pages read in any case; pages read so far
-  double budget_, norm_;           // e^theta - 1, rounded down; at least the norm of every key read
+  double budget_, norm_;           // e^theta - 1 at most; at least the norm of every key read
   bool known_, looks_;             // all masses are finite so far; anything may be dropped
   Query query_;
   State state_;
