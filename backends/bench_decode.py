@@ -39,7 +39,7 @@ Say = Callable[[str], None]
 def bench_decode(
     model: LoadedModel | None = None,
     *,
-    thetas: Sequence[float] = (0.05, 0.065),
+    thetas: Sequence[float] = (0.05, 0.075),
     cells: Sequence[tuple[int, int]] = CELLS,
     repeats: int = 5,
     steps: int = 16,

@@ -25,7 +25,7 @@ def bench_decode(
     ] = "1x128,8x128,8x2000,8x8000",
     theta: Annotated[
         str, typer.Option("--theta", metavar="NATS,...", help="Budgets of the pruned engine.")
-    ] = "0.05,0.065",
+    ] = "0.05,0.075",
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds; every engine runs once in each.")] = 5,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Timed decode steps per engine and round.")] = 16,
     warmup: Annotated[int, typer.Option("--warmup", min=0, help="Untimed decode steps before them.")] = 3,

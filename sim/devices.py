@@ -92,12 +92,12 @@ _REACHED = {"matmul_efficiency": 0.6, "attention_efficiency": 0.3, "bandwidth_ef
 _HOPPER = {"peak_flops": 989.4e12, "peak_flops_8": 1978.9e12, "peak_flops_32": 66.9e12, "idle_w": 100.0}
 _HOPPER |= {"compute_w": 600.0, "memory_w": 300.0, "limit_w": 700.0}
 _CPU2 = {
-    "matmul_flops": 0.698e12,
-    "attention_flops": 0.288e12,
-    "bandwidth": 35.4e9,
-    "overhead_s": 0.00035,
-    "pruning_step_s": 0.0029,
-    "pruning_token_s": 0.87e-7,
+    "matmul_flops": 0.717e12,
+    "attention_flops": 0.310e12,
+    "bandwidth": 44.0e9,
+    "overhead_s": 0.0,
+    "pruning_step_s": 0.00021,
+    "pruning_token_s": 0.0,
 }
 _CPU_BANDWIDTH = 200e9
 
