@@ -25,7 +25,8 @@ k = 2 L H_kv D b / 8 is the KV size of a token in bytes. Part i takes::
 
     t_i = max(C_i, M_i) + (1 - o) min(C_i, M_i),   C_i = F_i / (peak * efficiency), M_i = B_i / (bandwidth * efficiency)
 
-with o the overlap of arithmetic and memory traffic: 1 is the textbook roofline, 0 their plain sum. A step takes
+with o the overlap of arithmetic and memory traffic (one for attention, one for the rest): 1 is the textbook roofline, 0
+their plain sum. A step takes
 ``overhead_s + sum t_i``; an iteration without rows takes ``overhead_s``. Source: the roofline model (Williams,
 Waterman and Patterson, 2009) with the shapes of the model; the overlap factor, the expected experts and the
 accounting of pruning are ours. The arithmetic is 16-bit unless weights are stored in 32 bits (weights of 4 or 8 bits
@@ -173,6 +174,7 @@ class Roofline:
         self.constants = RooflineConstants(
             overhead_s=device.overhead_s,
             loose=1.0 - device.overlap,
+            attention_loose=1.0 - device.attention_overlap,
             byte_s=byte_s,
             matmul_s=1.0 / (peak * device.matmul_efficiency),
             attention_s=1.0 / (peak * device.attention_efficiency),
@@ -210,6 +212,7 @@ class RooflineConstants(NamedTuple):
 
     overhead_s: float
     loose: float  # 1 - overlap
+    attention_loose: float
     byte_s: float
     matmul_s: float  # per FLOP
     attention_s: float
@@ -264,13 +267,13 @@ def _charge(c: RooflineConstants, load: StepLoad) -> tuple[float, float, float, 
         flops, kv_bytes = flops + part, kv_bytes + more
         compute, memory = part * c.attention_s, more * c.byte_s
         compute_s, memory_s = compute_s + compute, memory_s + memory
-        seconds += max(compute, memory) + loose * min(compute, memory)
+        seconds += max(compute, memory) + c.attention_loose * min(compute, memory)
     if load.rows > load.decode_rows:
         part, more = c.attention_flops * load.prefill_pairs, c.kv_bytes * load.prefill_context
         flops, kv_bytes = flops + part, kv_bytes + more
         compute, memory = part * c.attention_s, more * c.byte_s
         compute_s, memory_s = compute_s + compute, memory_s + memory
-        seconds += max(compute, memory) + loose * min(compute, memory)
+        seconds += max(compute, memory) + c.attention_loose * min(compute, memory)
     seconds += host_s
     spent = c.idle_w * seconds + c.compute_w * compute_s + c.memory_w * memory_s + c.overhead_w * host_s
     return seconds, flops, kv_bytes, min(spent, c.limit_w * seconds)

@@ -6,9 +6,10 @@ Where each number comes from (D data sheet, M measured by this project, A assump
   memory and power limit D. Efficiencies (0.6 of the peak in the layers, 0.3 in attention, 0.8 of the bandwidth) and
   2 ms of host work per iteration A, in the usual range of serving engines, the same for all three.
 - ``cpu2`` (2 cores of an AMD EPYC, bfloat16, this project's engine with its C++ kernels): the six numbers of ``_CPU2``
-  M, overlap 0. They are a fit (:mod:`sim.device_fit`), so the bandwidth is what layers and attention reach, not the
-  memory's. To repeat it: ``entropic bench steps --out DIR``, then ``entropic calibrate DIR/*.jsonl --out cost.json
-  --device cpu.json``, which prints them.
+  M, overlap 0, in attention 1. They are a fit (:mod:`sim.device_fit`), so the bandwidth is what layers and attention
+  reach, not the memory's; but the overhead, which the fit cannot tell from reading the weights, is what the engine's
+  Python takes with its pass left out. To repeat it: ``entropic bench steps --out DIR``, then ``entropic calibrate
+  DIR/*.jsonl --out cost.json --device cpu.json``, which prints them.
 - ``cpu`` (any CPU, sized by ``cores`` and ``bandwidth``): the rates M of ``cpu2`` per core, the bandwidth at most
   200 GB/s (A), the same overhead; set ``bandwidth`` to what your machine reaches, or fit a device file as above.
 
@@ -49,6 +50,7 @@ class DeviceSpec:
     attention_efficiency: float = fields.number(1.0, 0.0, 1.0, "share of the peak in attention", open_lo=True)
     bandwidth_efficiency: float = fields.number(1.0, 0.0, 1.0, "share of the bandwidth", open_lo=True)
     overlap: float = fields.number(1.0, 0.0, 1.0, "o: 1 hides the smaller of arithmetic and traffic, 0 adds them")
+    attention_overlap: float = fields.number(1.0, 0.0, 1.0, "the same in attention")
     overhead_s: float = fields.number(0.0, 0.0, 60.0, "seconds per iteration, whatever it does")
     pruning_step_s: float = fields.number(0.0, 0.0, 60.0, "more seconds per iteration that prunes, beyond the roofline")
     pruning_token_s: float = fields.number(0.0, 0.0, 1.0, "and per token that it scores, beyond the roofline")
@@ -92,12 +94,12 @@ _REACHED = {"matmul_efficiency": 0.6, "attention_efficiency": 0.3, "bandwidth_ef
 _HOPPER = {"peak_flops": 989.4e12, "peak_flops_8": 1978.9e12, "peak_flops_32": 66.9e12, "idle_w": 100.0}
 _HOPPER |= {"compute_w": 600.0, "memory_w": 300.0, "limit_w": 700.0}
 _CPU2 = {
-    "matmul_flops": 0.717e12,
-    "attention_flops": 0.310e12,
-    "bandwidth": 44.0e9,
-    "overhead_s": 0.0,
-    "pruning_step_s": 0.00021,
-    "pruning_token_s": 0.0,
+    "matmul_flops": 0.728e12,
+    "attention_flops": 0.299e12,
+    "bandwidth": 40.8e9,
+    "overhead_s": 0.0005,
+    "pruning_step_s": 0.0,
+    "pruning_token_s": 1.69e-7,
 }
 _CPU_BANDWIDTH = 200e9
 
