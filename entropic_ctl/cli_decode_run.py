@@ -125,6 +125,13 @@ def _show(values: Mapping[str, Any]) -> None:
         soft_wrap=True,
     )
     _table(screen, values["rows"])
+    bad, total = sum(row["disturbed"] for row in values["rows"]), len(values["rows"]) * values["repeats"]
+    if bad:
+        screen.print(
+            f"{bad} of {total} rounds were disturbed by other work (--json: `disturbed`): medians are over the others"
+            " where there are any; repeat on an idle machine",
+            soft_wrap=True,
+        )
     for peer in values["peers"]:
         remedy = f": {peer['remedy']}" if peer["remedy"] else ""
         screen.print(f"{peer['engine']}: {peer['state']}{remedy}", soft_wrap=True)

@@ -42,10 +42,10 @@ whoever knows them (the metrics of a run).
 
 Presets. ``a100-80-llama-3-8b``: :mod:`sim.devices` says which of its numbers are assumptions. ``cpu2-smollm2-135m``:
 fitted to this project's engine with its C++ kernels on 2 cores of an AMD EPYC (batches 1 to 8, contexts 128 to 8,000,
-dense and theta 0.02 and 0.1, prefill in chunks of 32 to 512). Arithmetic and traffic add up there (o = 0). Its fitted
-bandwidth is below the 63 GB/s at which that machine reads memory, since an effective rate also pays for what the terms
-leave out. Beyond the roofline a step that prunes pays ``pruning_step_s``, and ``pruning_token_s`` per token scored;
-the accelerators pay nothing more: they describe a fused kernel. One device runs the whole model: no tensor parallelism.
+dense and theta 0.02 and 0.1, prefill in chunks of 32 to 512). Arithmetic and traffic add up there (o = 0) but for
+attention (o = 1). Its fitted bandwidth is an effective rate: it also pays for what the terms leave out. Beyond the
+roofline a step that prunes pays ``pruning_step_s``, and ``pruning_token_s`` per token scored; the accelerators pay
+nothing more: they describe a fused kernel. One device runs the whole model: no tensor parallelism.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def _refined(log: EngineLog, shape: ModelShape, start: DeviceSpec, found: FloatA
         loss="soft_l1",
         f_scale=0.05,
     )
-    return _device(start, fit.x * unit)
+    return _device(start, np.where(fit.x < 1e-6, 0.0, fit.x) * unit)  # what came to lie at its bound
 
 
 def _fastest(log: EngineLog) -> EngineLog:
