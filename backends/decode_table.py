@@ -176,11 +176,20 @@ def summarise(
     )
 
 
+def _pairs(mine: Row, other: Row) -> list[float]:
+    """Return the ratio of ``other`` to ``mine`` in each round: what slows a round slows both."""
+    return [b / a for a, b in zip(mine.rounds_ms, other.rounds_ms, strict=False)]
+
+
+def _speedup(mine: Row, other: Row) -> float:
+    return statistics.median(_pairs(mine, other))
+
+
 def ratios_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return how much faster each engine of ours is than each other row of its cell.
 
-    Each entry: ``engine``, ``over``, ``batch``, ``context``, ``speedup`` (of the medians), ``low`` and ``high`` (lowest
-    and highest ratio within one round, where both ran).
+    Each entry: ``engine``, ``over``, ``batch``, ``context``; ``speedup``, ``low`` and ``high``: median, lowest and
+    highest ratio within one round.
     """
     out = []
     for mine in (row for row in rows if row.engine.startswith("ours")):
@@ -188,14 +197,14 @@ def ratios_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
             same = (other.batch, other.context) == (mine.batch, mine.context)
             if not same or other is mine or (other.theta_nats and not mine.theta_nats):
                 continue
-            pairs = [b / a for a, b in zip(mine.rounds_ms, other.rounds_ms, strict=False)]
+            pairs = _pairs(mine, other)
             out.append(
                 {
                     "engine": mine.engine,
                     "over": other.engine,
                     "batch": mine.batch,
                     "context": mine.context,
-                    "speedup": other.step_ms / mine.step_ms,
+                    "speedup": _speedup(mine, other),
                     "low": min(pairs),
                     "high": max(pairs),
                 }
@@ -226,9 +235,9 @@ def targets_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
         out.append({"target": target, "value": value, "wanted": wanted, "at_most": most, "met": met})
 
     if dense and vllm:
-        add(f"dense over vllm, {batch} x {context:,}: speedup", vllm.step_ms / dense.step_ms, 1.0)
+        add(f"dense over vllm, {batch} x {context:,}: speedup", _speedup(dense, vllm), 1.0)
     if dense and best:
-        add(f"{best.engine} over dense, {batch} x {context:,}: speedup", dense.step_ms / best.step_ms, 1.45)
+        add(f"{best.engine} over dense, {batch} x {context:,}: speedup", _speedup(best, dense), 1.45)
         add("its mean KL, nats", best.kl_mean, 0.0015, most=True)
         add("its share of dense KV bytes", best.kv_bytes_fraction, 0.45, most=True)
         add("its certificate violations", best.violations, 0, most=True)
@@ -239,10 +248,10 @@ def targets_of(rows: Sequence[Row]) -> list[dict[str, Any]]:
     if dense and dense_short and not math.isnan(dense.attention_gb_s):
         add("dense attention, GB/s of bytes read", dense.attention_gb_s, 15.0)
     if vllm and best:
-        add(f"{best.engine} over vllm, {batch} x {context:,}: speedup", vllm.step_ms / best.step_ms, 1.5)
+        add(f"{best.engine} over vllm, {batch} x {context:,}: speedup", _speedup(best, vllm), 1.5)
     best_short = at(best.engine, short) if best else None
     if dense_short and vllm_short:
-        add(f"dense step over vllm's, {batch} x {short:,}", dense_short.step_ms / vllm_short.step_ms, 1.3, most=True)
+        add(f"dense step over vllm's, {batch} x {short:,}", 1 / _speedup(dense_short, vllm_short), 1.3, most=True)
     if dense_short and best_short:
-        add(f"pruned step over dense, {batch} x {short:,}", best_short.step_ms / dense_short.step_ms, 1.05, most=True)
+        add(f"pruned step over dense, {batch} x {short:,}", 1 / _speedup(best_short, dense_short), 1.05, most=True)
     return out

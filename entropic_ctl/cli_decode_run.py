@@ -128,8 +128,8 @@ def _show(values: Mapping[str, Any]) -> None:
     bad, total = sum(row["disturbed"] for row in values["rows"]), len(values["rows"]) * values["repeats"]
     if bad:
         screen.print(
-            f"{bad} of {total} rounds were disturbed by other work (--json: `disturbed`): medians are over the others"
-            " where there are any; repeat on an idle machine",
+            f"{bad} of {total} rounds were disturbed by other work (--json: `disturbed`).\n"
+            "Medians are over the others, where there are any; better repeat.",
             soft_wrap=True,
         )
     for peer in values["peers"]:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -287,6 +288,16 @@ def test_ratios_are_step_times_the_right_way_round(dense: float, pruned: float, 
         {("ours dense", "vllm"): vllm / dense, ("ours theta 0.05", "ours dense"): dense / pruned,
          ("ours theta 0.05", "vllm"): vllm / pruned}
     )  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.floats(10, 300), st.floats(10, 300), st.booleans()), min_size=1, max_size=6))
+def test_a_speedup_compares_what_ran_in_the_same_round(rounds: list[tuple[float, float, bool]]) -> None:
+    """Were medians compared, one engine's undisturbed rounds would meet other rounds of the other."""
+    slow = _row("ours dense", [_sample(ms, foreign=busy) for ms, _, busy in rounds])
+    fast = _row("ours theta 0.05", [_sample(ms) for _, ms, _ in rounds], theta_nats=0.05)
+    (found,) = (r for r in ratios_of([slow, fast]) if r["over"] == "ours dense")
+    assert found["speedup"] == pytest.approx(statistics.median(a / b for a, b, _ in rounds))
+    assert found["low"] <= found["speedup"] <= found["high"]
 
 
 def test_targets_are_those_of_the_issue() -> None:
