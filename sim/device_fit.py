@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,19 +69,8 @@ def _units(c: RooflineConstants) -> list[RooflineConstants]:
     return [c._replace(**{**none, "loose": 1.0, "attention_loose": 1.0, **term}) for term in terms]
 
 
-def _design(log: EngineLog, device: DeviceSpec, shape: ModelShape) -> FloatArray:
-    """Return the six terms of each step, shape (S, 6)."""
-    constants = _rules(log, device, shape)
-    rows = []
-    for i in range(len(log)):
-        load = StepLoad(*(log.load[name][i] for name in StepLoad._fields))
-        units = _units(constants(int(log.dense_layers[i]), int(log.protected_tokens[i])))
-        rows.append([charge(c, load)[0] for c in units])
-    return np.array(rows)
-
-
-def _rules(log: EngineLog, device: DeviceSpec, shape: ModelShape) -> Callable[[int, int], RooflineConstants]:
-    """Return what gives the constants of steps with so many dense layers and protected tokens."""
+def _steps(log: EngineLog, device: DeviceSpec, shape: ModelShape) -> Iterator[tuple[RooflineConstants, StepLoad]]:
+    """Return the constants of a device and the load of each step."""
 
     @functools.cache
     def constants(dense_layers: int, protected_tokens: int) -> RooflineConstants:
@@ -89,15 +78,20 @@ def _rules(log: EngineLog, device: DeviceSpec, shape: ModelShape) -> Callable[[i
         rule = PruningConfig(sink_pages=0, recent_pages=max(1, pages), dense_layers=dense_layers)
         return Roofline(device, shape, log.page_tokens, rule).constants
 
-    return constants
+    loads = zip(*(log.load[name].tolist() for name in StepLoad._fields), strict=True)
+    for load, *rule in zip(loads, log.dense_layers.tolist(), log.protected_tokens.tolist(), strict=True):
+        yield constants(*rule), StepLoad(*load)
+
+
+def _design(log: EngineLog, device: DeviceSpec, shape: ModelShape) -> FloatArray:
+    """Return the six terms of each step, shape (S, 6)."""
+    units = functools.cache(_units)
+    return np.array([[charge(unit, load)[0] for unit in units(c)] for c, load in _steps(log, device, shape)])
 
 
 def _charged(log: EngineLog, shape: ModelShape, device: DeviceSpec) -> FloatArray:
     """Return the seconds of each step on a device, shape (S,)."""
-    constants = _rules(log, device, shape)
-    loads = zip(*(log.load[name].tolist() for name in StepLoad._fields), strict=True)
-    rules = zip(log.dense_layers.tolist(), log.protected_tokens.tolist(), strict=True)
-    return np.array([charge(constants(*rule), StepLoad(*load))[0] for rule, load in zip(rules, loads, strict=True)])
+    return np.array([charge(c, load)[0] for c, load in _steps(log, device, shape)])
 
 
 def _device(start: DeviceSpec, numbers: FloatArray) -> DeviceSpec:

@@ -102,6 +102,15 @@ void Pruned::keep(int64_t candidate, float norm) {
   norm_ = norm <= norm_ ? norm_ : norm;
 }
 
+// Pages of `of` in the masks; page p is candidate which[p], or p without a list.
+void Pruned::keep(const std::vector<Mask>& pages, const Bounds& of, const int32_t* which) {
+  for (size_t i = 0; i < pages.size(); ++i)
+    for (uint32_t left = pages[i]; left; left &= left - 1) {
+      const int64_t p = 16 * i + __builtin_ctz(left);
+      keep(which == nullptr ? p : which[p], of.norm[p]);
+    }
+}
+
 void Pruned::keep_the_rest() {
   std::vector<uint8_t> in(count_, 0);
   for (int32_t i : kept_) in[i] = 1;
@@ -160,13 +169,9 @@ void Pruned::choose() {
     }
   vote(high_.mass, high_.mass, high_, budget_, &agreed_);
   taken_.resize(gone_.size());
-  for (size_t i = 0; i < gone_.size(); ++i) {
-    taken_[i] = agreed_[i] & ~gone_[i];
-    for (uint32_t left = first_lanes(count_ - 16 * i) & ~(agreed_[i] | gone_[i]); left; left &= left - 1) {
-      const int64_t p = 16 * i + __builtin_ctz(left);
-      keep(p, high_.norm[p]);
-    }
-  }
+  for (size_t i = 0; i < gone_.size(); ++i) taken_[i] = first_lanes(count_ - 16 * i) & ~(agreed_[i] | gone_[i]);
+  keep(taken_, high_, nullptr);
+  for (size_t i = 0; i < gone_.size(); ++i) taken_[i] = agreed_[i] & ~gone_[i];
   low_.choose(high_, taken_, group_, Record(*pool_).blocks, &twice_);
 }
 
@@ -187,13 +192,8 @@ void Pruned::close(std::vector<float>* scratch) {
     vote(low_.upper, low_.lower, low_, budget_, &agreed_);
     drop(agreed_, low_);
     taken_.resize(agreed_.size());
-    for (size_t i = 0; i < taken_.size(); ++i) {
-      taken_[i] = first_lanes(low_.count - 16 * i) & ~agreed_[i];
-      for (uint32_t left = taken_[i]; left; left &= left - 1) {
-        const int64_t p = 16 * i + __builtin_ctz(left);
-        keep(twice_[p], low_.norm[p]);
-      }
-    }
+    for (size_t i = 0; i < taken_.size(); ++i) taken_[i] = first_lanes(low_.count - 16 * i) & ~agreed_[i];
+    keep(taken_, low_, twice_.data());
     // Once more without cancellation: `vote` takes from a sum, which fails where what is dropped outweighs what is kept.
     bool within = known_;
     for (int g = 0; g < group_; ++g) {

@@ -32,6 +32,7 @@ class Pruned {
   void measure();
   double slack(int head, double lse) const;
   void keep(int64_t candidate, float norm);
+  void keep(const std::vector<simd::Mask>& pages, const Bounds& of, const int32_t* which);
   void keep_the_rest();
   void attend_to(int64_t from, int64_t to, State* state, std::vector<float>* scratch) const;
   void vote(const std::vector<float>& upper, const std::vector<float>& lower, const Bounds& of, double f,

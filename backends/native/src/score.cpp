@@ -19,7 +19,6 @@ constexpr float kChordRounding = 132.0f;   // how far below 2^x it may round, in
 constexpr float kFlushed = 2e-38f;         // a token's mass that exp makes 0, or exp2_above 2^-126
 constexpr int kPages = 16;
 constexpr int kAhead = 6;  // pages fetched before they are scored
-constexpr int32_t kFirst[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr int kWide = 288;  // channels, with room to write whole vectors
 
 // Short loops over a page must be unrolled: what follows is compiled for the usual records and group sizes (`specialised`).
@@ -274,6 +273,20 @@ void specialised(int heads, bool capped, const Record& shape, Body body) {
   grouped(std::false_type());
 }
 
+// body(G, Capped, batch, record) for all batches of pages from .. to - 1 of `count`
+template <class Body>
+void each_batch(const Pool& pool, const Query& query, const float* reference, int head, int64_t from, int64_t to,
+                int64_t count, Body body) {
+  for (int64_t i = from; i < to; i += kPages)
+    for (int g = 0; g < query.group; g += kBlock) {
+      const Batch batch{pool, query, reference, head, g, static_cast<int>(std::min<int64_t>(kPages, to - i)), i, count};
+      specialised(std::min(query.group - g, kBlock), query.softcap > 0, Record(pool),
+                  [&](auto heads, auto capped, const Record& shape) __attribute__((always_inline)) {
+                    body(heads, capped, batch, shape);
+                  });
+    }
+}
+
 // upper and lower from mass and the width of its interval; `unread` is 7.5 after the high plane, 0 after both, and
 // `above` how far (in nats) the mass may lie above what it stands for.
 void widen(const Pool& pool, const Query& query, const float* reference, float unread, float above, int64_t from,
@@ -317,15 +330,10 @@ void Bounds::resize(int group, int64_t n, int blocks) {
 
 void score_high(const Pool& pool, int head, const std::vector<int64_t>& pages, const Query& query,
                 const float* reference, int64_t from, int64_t to, Bounds* b) {
-  for (int64_t i = from; i < to; i += kPages)
-    for (int g = 0; g < query.group; g += kBlock) {
-      const int n = static_cast<int>(std::min<int64_t>(kPages, to - i));
-      const Batch batch{pool, query, reference, head, g, n, i, b->count};
-      specialised(std::min(query.group - g, kBlock), query.softcap > 0, Record(pool),
-                  [&](auto heads, auto capped, const Record& shape) __attribute__((always_inline)) {
-                    high_batch<heads.value, capped.value>(batch, shape, pages.data(), b);
-                  });
-    }
+  each_batch(pool, query, reference, head, from, to, b->count,
+             [&](auto heads, auto capped, const Batch& batch, const Record& shape) __attribute__((always_inline)) {
+               high_batch<heads.value, capped.value>(batch, shape, pages.data(), b);
+             });
   widen(pool, query, reference, 7.5f, kChord, from, to, b);
 }
 
@@ -335,7 +343,7 @@ void Bounds::choose(const Bounds& from, const std::vector<Mask>& taken, int grou
   for (Mask m : taken) n += simd::count(m);
   resize(group, n, blocks);
   which->resize(capacity + 16);
-  Ints at = load_ints(kFirst);
+  Ints at = load_ints(kLanes);
   int64_t to = 0;
   for (Mask m : taken) {
     store_ints(which->data() + to, packed(m, at));
@@ -359,15 +367,10 @@ void Bounds::choose(const Bounds& from, const std::vector<Mask>& taken, int grou
 
 void score_low(const Pool& pool, int head, const std::vector<int64_t>& pages, const std::vector<int32_t>& which,
                const Query& query, const float* reference, const Bounds& high, int64_t from, int64_t to, Bounds* b) {
-  for (int64_t i = from; i < to; i += kPages)
-    for (int g = 0; g < query.group; g += kBlock) {
-      const int n = static_cast<int>(std::min<int64_t>(kPages, to - i));
-      const Batch batch{pool, query, reference, head, g, n, i, b->count};
-      specialised(std::min(query.group - g, kBlock), query.softcap > 0, Record(pool),
-                  [&](auto heads, auto capped, const Record& shape) __attribute__((always_inline)) {
-                    low_batch<heads.value, capped.value>(batch, shape, pages.data(), which.data(), high, b);
-                  });
-    }
+  each_batch(pool, query, reference, head, from, to, b->count,
+             [&](auto heads, auto capped, const Batch& batch, const Record& shape) __attribute__((always_inline)) {
+               low_batch<heads.value, capped.value>(batch, shape, pages.data(), which.data(), high, b);
+             });
   widen(pool, query, reference, 0.0f, 0.0f, from, to, b);
 }
 

@@ -10,7 +10,6 @@ namespace {
 using namespace simd;
 
 constexpr int kCuts = 2;  // tried in one pass
-constexpr int32_t kFirst[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 int32_t bits_of(float x) {
   int32_t bits;
@@ -84,7 +83,7 @@ void Dropper::vote(const float* upper_bound, const float* lower_bound, int64_t c
   if (upper.size() < room) upper.resize(room), lower.resize(room), place.resize(room);
   const float decided = low.limit < 0 ? -1.0f : of_bits(low.limit);
   int64_t n = 0;
-  Ints at = load_ints(kFirst);
+  Ints at = load_ints(kLanes);
   for (int64_t i = 0; i < count; i += 16, at = at + set_ints(16)) {
     const Vec a = load(upper_bound + i);
     store_ints(votes + i, load_ints(votes + i) + ones(at_most(a, set(decided))));

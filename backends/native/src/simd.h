@@ -17,6 +17,7 @@
 namespace simd {
 
 using Mask = uint16_t;  // one bit per lane
+constexpr int32_t kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 inline Mask first_lanes(int64_t n) { return static_cast<Mask>(n >= 16 ? 0xffff : (1 << n) - 1); }
 inline int count(Mask m) { return __builtin_popcount(m); }
 
